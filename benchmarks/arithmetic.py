@@ -1,4 +1,4 @@
-"""The optimizer's arithmetic on one replica against torch's fused AdamW, in turn on the same parameters."""
+"""Optimizer arithmetic on one replica against torch's fused AdamW, measured in turn on the same parameters."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ THREADS = (1, 2)
 
 
 def measure(workload: Workload) -> list[dict[str, Any]]:
-    """For each precision and number of threads: median seconds of AdamW and of our steps, and ratios of pairs.
+    """For each precision and number of threads: median seconds of AdamW and of this library's steps, and paired ratios.
 
     AdamW is measured as ``alone``, ``clip`` (with ``clip_grad_norm_``) and, for 16-bit weights, ``cast`` (with clipping
     and all that 16-bit weights need: fp32 copies of their gradients and the cast of the master weights). ``norm`` and
-    ``update`` are the parts of our step with clipping.
+    ``update`` are the parts of this library's step with clipping.
     """
     return run_replicas(_measure_all, 1, workload)[0]
 
@@ -47,7 +47,7 @@ def _measure(workload: Workload) -> dict[str, Any]:
     for clipping in (True, False):
         config = workload.config(clip_grad=MAX_NORM if clipping else 0.0)
         schedule = build_schedule(config.optimizer, workload.total_steps)
-        # an optimizer makes a model's weights views of its own buffers: each has a model of its own
+        # an optimizer turns the model's weights into views of its flat buffers, so each optimizer needs its own model
         own = copy.deepcopy(model)
         for parameter, given in zip(own.parameters(), model.parameters(), strict=True):
             parameter.grad = None if given.grad is None else given.grad.clone()
@@ -58,7 +58,7 @@ def _measure(workload: Workload) -> dict[str, Any]:
     for kind, is_measured in zip(workload.kinds(), workload.measured(), strict=True):
         seconds: dict[str, float] = {}
         parts: dict[str, float] = {}
-        # ours and AdamW in turn, so that what disturbs the machine meets both
+        # alternate with AdamW, so that other load on the machine affects both
         for clipping, names in ((False, ("alone",)), (True, tuple(name for name in baselines if name != "alone"))):
             for name in names:
                 seconds[name] = seconds_of(baselines[name])

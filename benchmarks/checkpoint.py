@@ -1,8 +1,8 @@
-"""How long saving a checkpoint stops training, and how much it slows it down.
+"""Stall and slowdown of training while a checkpoint is saved.
 
     python benchmarks/checkpoint.py --size small --rounds 5
 
-Prints Markdown. What the columns mean stands in README.md.
+Prints Markdown. README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measure(workload: Workload, replicas: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Medians over saves of the slower replica's seconds; ratios are to the steps right before each save."""
+    """Medians over saves of the slower replica's seconds; ratios are relative to the steps right before each save."""
     measured = run_replicas(_measure_replica, replicas, workload, rounds, folder)
     result: dict[str, Any] = {key: measured[0][key] for key in ("parameters", "megabytes")}
     result |= {"replicas": replicas, "batch": BATCH[workload.size]}
@@ -97,7 +97,7 @@ class _Replica:
         self._iteration = 0
 
     def measure(self, rounds: int) -> dict[str, Any]:
-        """Seconds of each save: ``step`` before it, the ``stall``, and what follows."""
+        """Seconds of each save: the ``step`` before it, the ``stall``, and the phases after it."""
         for _ in range(2):
             self._step()
         result: dict[str, Any] = {"waiting": [], "meanwhile": []}

@@ -1,4 +1,4 @@
-"""The codec's phases against a plain copy of as many fp32 elements, in turn on the same buffers."""
+"""Throughput of the codec's phases against a plain copy of as many fp32 elements, in turn on the same buffers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ REPLICAS = 2  # rows that a server reduces
 
 
 def measure(elements: int, rounds: int) -> dict[str, Any]:
-    """GB/s of fp32 of each phase and of a copy with as many threads: medians, and the median ratio of neighbours.
+    """GB/s of fp32 of each phase and of a copy with as many threads: medians, and the median paired ratio.
 
-    ``best_ratio`` is that of the fastest turns, which other work on the machine touches least.
-    The fp32 counted is that of the value (compress), of the server's error (reduce) and of the output (decode).
+    ``best_ratio`` is that of the fastest turns, which other load on the machine affects least. The fp32 buffer counted
+    is the value (compress), the server's residual (reduce) or the output (decode).
     """
     num_blocks = elements // BLOCK_SIZE // REPLICAS * REPLICAS
     layout = BlockLayout(torch.full((num_blocks,), BLOCK_SIZE, dtype=torch.int32), BLOCK_SIZE)
@@ -35,7 +35,7 @@ def measure(elements: int, rounds: int) -> dict[str, Any]:
         part = slice(first * BLOCK_SIZE, last * BLOCK_SIZE)
         out[part].copy_(value[part])
 
-    torch.set_num_threads(1)  # for the copy, whose threads are those of the codec: torch's own wait for each other
+    torch.set_num_threads(1)  # the copy uses the codec's threads: torch's wait for each other
     phases = []
     for threads, quantizer in product(sorted({1, os.cpu_count() or 1}), get_args(Quantizer)):
         workers = BlockWorkers(threads)
@@ -46,7 +46,7 @@ def measure(elements: int, rounds: int) -> dict[str, Any]:
             for _ in range(rounds + 1):
                 copy_seconds.append(_time(workers.run, copy, 0, num_blocks) / out.numel())
                 seconds.append(_time(function) / count)
-            pairs = list(zip(copy_seconds, seconds, strict=True))[1:]  # the first one loads the kernel
+            pairs = list(zip(copy_seconds, seconds, strict=True))[1:]  # the first is warm-up: it loads the kernel
             phases.append(
                 {
                     "quantizer": quantizer,
@@ -64,7 +64,7 @@ def measure(elements: int, rounds: int) -> dict[str, Any]:
 def codec_phases(
     codec: Codec, layout: BlockLayout, value: torch.Tensor, error: torch.Tensor, out: torch.Tensor
 ) -> dict[str, tuple[int, Callable[[], None]]]:
-    """Elements that each phase handles, and a call of it."""
+    """By phase: the number of elements it processes, and a function that runs it once."""
     row_blocks = layout.num_blocks // REPLICAS
     row_bytes = codec.format.row_bytes(row_blocks)
     rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8, device=value.device)

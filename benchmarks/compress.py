@@ -1,9 +1,9 @@
-"""How fast the 1-bit codec is against a plain copy, and a whole 1-bit exchange against what it replaces.
+"""Throughput of the 1-bit codec against a plain copy, and time of a 1-bit exchange against an fp32 all-reduce.
 
     python benchmarks/compress.py
     python benchmarks/compress.py --section exchange --deepspeed --json result.json
 
-Prints Markdown. Linux only, as it reads /proc. What the columns mean stands in README.md.
+Prints Markdown. Linux only, as it reads /proc. README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def codec_table(result: dict[str, Any]) -> str:
 
 
 def exchange_table(result: dict[str, Any]) -> str:
-    """Milliseconds of an exchange and of its rivals, and ratios of pairs."""
+    """Milliseconds of an exchange and of the alternatives, and paired ratios."""
     ours = result["exchange"]
     rows = [
         [

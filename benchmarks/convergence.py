@@ -5,8 +5,8 @@
     python benchmarks/convergence.py --table
 
 Replicas are simulated in this process (``simulated_replicas``); ``--processes`` makes them processes over gloo, which
-take the same steps. Every run appends a line to a file; what is there is not run again, so an interrupted command goes
-on where it stopped. README.md says what is trained and how to read the table.
+take the same steps. Every run appends a line to a file. Runs already in the file are skipped, so an interrupted command
+continues when it is started again. README.md says what is trained and how to read the table.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def run_all(arguments: argparse.Namespace) -> None:
-    """Make the runs that are missing: all variants with a seed before the next seed."""
+    """Do the missing runs: all variants with one seed before the next seed."""
     torch.set_flush_denormal(True)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")
@@ -89,7 +89,7 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def append(path: Path, name: str, run: Run, result: dict[str, Any]) -> None:
-    """Add a run to the file, with what it takes to make it again."""
+    """Append a run to the file, with what is needed to reproduce it."""
     record = {"name": name, "run": run.description(), **result, "revision": revision(), "machine": machine()}
     record["date"] = datetime.date.today().isoformat()
     record["command"] = shlex.join(["python", "benchmarks/convergence.py", *sys.argv[1:]])
@@ -102,14 +102,14 @@ def append(path: Path, name: str, run: Run, result: dict[str, Any]) -> None:
 
 
 def without_defaults(run: Run) -> Run:
-    """The run without overrides that repeat the recipe, so that it is known under one description."""
+    """The run without overrides that equal the recipe's values, so that equal runs have equal descriptions."""
     recipe = build_config(dataclasses.replace(run, overrides={}), Path()).optimizer
     overrides = {name: value for name, value in run.overrides.items() if getattr(recipe, name) != value}
     return dataclasses.replace(run, overrides=overrides)
 
 
 def revision() -> str:
-    """The commit of this checkout, with a mark if files differ from it; "unknown" outside of git."""
+    """The commit of this checkout, marked if there are uncommitted changes; "unknown" outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"

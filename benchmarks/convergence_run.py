@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 EVALUATIONS = 8
 HELD_OUT_SEED = 0
 VOCABULARY = 512
-# The yardstick's BERT: many masked tokens a step, and heads that begin at a neighbour (``attend_to_neighbours``).
+# BERT of size "yardstick": many masked tokens a step, and heads initialized by ``attend_to_neighbours``.
 BERT: dict[str, dict[str, Any]] = {
     "model": {"init_method_std": 0.1, "num_attention_heads": 2},
     "data": {"objective": "none", "masking": "token", "mask_prob": 0.2},
@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
         "data": {"seq_length": 64},
         "training": {"micro_batch_size": 4, "eval_iters": 32},
     },
-    "yardstick": {  # learns from context within a minute: few tokens to tell apart, and many examples of each
+    "yardstick": {  # learns from context within a minute: a small vocabulary, and many examples of each token
         "model": {
             "num_layers": 2,
             "hidden_size": 64,
@@ -75,7 +75,7 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What decides the outcome of a run; two runs that are equal here are one.
+    """Settings that determine the result of a run; also its key in the file of records.
 
     Attributes:
         task: gpt2 or bert.
@@ -83,8 +83,8 @@ class Run:
         overrides: settings of the optimizer that differ from the recipe's, by name.
         learning_rate: the peak.
         seed: of the initial weights and the order of the text; the held-out text is the same for all seeds.
-        nodes: over which the processes are spread, for a hierarchical exchange; None for a flat one.
-        replica: what drifts apart between two synchronizations, where there are nodes.
+        nodes: number of nodes of a hierarchical exchange; None for a flat one.
+        replica: what is one replica where there are nodes (``--replica``).
     """
 
     task: str
@@ -99,7 +99,7 @@ class Run:
     replica: Replica | None = None
 
     def description(self) -> dict[str, Any]:
-        """What is set, by name: how a run is known in a file of records."""
+        """The settings by name, as the file of records holds them."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
@@ -138,7 +138,7 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
 
 
 def small_vocabulary(task: str, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Path of the shipped text in 512 tokens, and the files of their vocabulary; made if they are not there."""
+    """Path of the shipped text tokenized with 512 tokens, and the vocabulary files; created if missing."""
     folder = folder.absolute()  # the commands below run in another folder
     corpus, name = ROOT / "data" / "corpus.jsonl.xz", f"{task}_{VOCABULARY}"
     kind = "GPT2BPETokenizer" if task == "gpt2" else "BertWordPieceLowerCase"
@@ -158,8 +158,8 @@ def small_vocabulary(task: str, folder: Path) -> tuple[Path, dict[str, Any]]:
 def train(run: Run, data: str) -> dict[str, Any]:
     """Train and evaluate, as one of the replicas of torch.distributed's default group.
 
-    Returns the held-out loss at the end and on the way (None where it is not finite or training stopped because its
-    gradients were not), and what was sent.
+    Returns the held-out loss at the end and during training (None where it is not finite, or where training stopped
+    because of gradients that were not), and the bytes sent.
     """
     nodes = run.nodes
     return train_replica(
@@ -168,7 +168,7 @@ def train(run: Run, data: str) -> dict[str, Any]:
 
 
 def train_simulated(run: Run, data: str) -> dict[str, Any]:
-    """The same in this process alone: see ``simulated_replicas``. Adam is a replica with all micro-batches."""
+    """``train`` on simulated replicas (``simulated_replicas``). Adam is one replica with all micro-batches."""
     nodes, replica = run.nodes, run.replica or "process"
     if run.optimizer == "adam":
         return train_replica(Topology.flat(), run, data)
@@ -176,9 +176,9 @@ def train_simulated(run: Run, data: str) -> dict[str, Any]:
 
 
 def train_replica(topology: Topology, run: Run, data: str) -> dict[str, Any]:
-    """What ``train`` does, as one of the replicas of ``topology``.
+    """``train`` as one of the replicas of ``topology``.
 
-    Where that has fewer processes than the run has replicas, each takes the micro-batches of several.
+    If it has fewer processes than the run has replicas, each process takes the micro-batches of several.
     """
     start = time.perf_counter()
     rank, size = topology.world.rank, topology.world.size
@@ -213,7 +213,7 @@ def train_replica(topology: Topology, run: Run, data: str) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     tokens = run.steps * run.replicas * config.training.micro_batch_size * config.data.seq_length
     del optimizer, module, loss_module, model
-    gc.collect()  # DistributedDataParallel is made of cycles; each run's goes before the next one's comes
+    gc.collect()  # DistributedDataParallel has reference cycles: free this run's before the next
     return {
         "held_out_loss": curve[-1][1],
         "curve": curve,
@@ -227,7 +227,7 @@ def train_replica(topology: Topology, run: Run, data: str) -> dict[str, Any]:
 
 @functools.cache
 def node_topology(nodes: int, replica: Replica) -> Topology:
-    """The processes of torch.distributed's default group as nodes of neighbours. Called by all of them."""
+    """Topology of the default process group with consecutive ranks on each node. Collective: every rank calls it."""
     size = dist.get_world_size() // nodes
     local, _ = dist.new_subgroups(size)
     across, _ = dist.new_subgroups_by_enumeration([list(range(rank, nodes * size, size)) for rank in range(size)])
@@ -237,7 +237,7 @@ def node_topology(nodes: int, replica: Replica) -> Topology:
 
 @torch.no_grad()
 def mean_loss(loss_module: nn.Module, batches: Iterable[tuple[Any, ...]], *, of_all: bool = False) -> float | None:
-    """The mean loss of batches, or of those of all processes; None if it is not finite."""
+    """The mean loss of the batches (of all processes with ``of_all``); None if it is not finite."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     loss_module.eval()
     for batch in batches:
@@ -265,15 +265,15 @@ def build_model(config: PretrainConfig) -> nn.Module:
 
 @torch.no_grad()
 def attend_to_neighbours(model: Bert, sharpness: float = 1.6) -> None:
-    """Begin with sinusoidal positions, and heads that attend to the token before and to the one after in turn.
+    """Initialize sinusoidal positions, and heads that attend to the previous and to the next token in turn.
 
-    A masked token tells nothing of itself: until some head attends by position, BERT predicts from the bag of words. To
-    find such a head from random weights takes a model of this size many thousand steps, whatever the optimizer, and
-    only then its loss falls. These runs begin there. As in mimetic initialization (Trockman and Kolter 2023) query and
-    key projections of a head are one random projection, here with the key turned by one position.
+    A masked token carries no information about itself: until some head attends by position, BERT predicts from the bag
+    of words. From random weights, a model of this size needs many thousand steps to learn such a head, whatever the
+    optimizer, and its loss falls only then. These runs start with such heads. As in mimetic initialization (Trockman
+    and Kolter 2023), query and key of a head share one random projection, here with the key rotated by one position.
 
     Args:
-        sharpness: factor of query and key, so of the square root of attention's logits.
+        sharpness: factor on both query and key; attention logits scale with its square.
     """
     width, heads = model.config.hidden_size, model.config.num_attention_heads
     generator = torch.Generator().manual_seed(model.config.num_layers)
@@ -283,7 +283,7 @@ def attend_to_neighbours(model: Bert, sharpness: float = 1.6) -> None:
     model.embedding.position_embeddings.weight.copy_(0.15 * positions)
     cos, sin = frequencies.cos(), frequencies.sin()
     turns = torch.stack([torch.stack([cos, -sin], 1), torch.stack([sin, cos], 1)], 1)  # (h / 2, 2, 2), of each pair
-    turn = torch.block_diag(*turns)  # (h, h): sinusoids of position p to those of p - 1
+    turn = torch.block_diag(*turns)  # (h, h): maps sinusoids of position p to those of p - 1
     for layer in model.transformer.layers:
         random = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
         weight = layer.attention.query_key_value.weight.view(heads, 3, -1, width)
@@ -293,7 +293,7 @@ def attend_to_neighbours(model: Bert, sharpness: float = 1.6) -> None:
 
 
 def training_batches(run: Run, config: PretrainConfig, rank: int, size: int) -> list[tuple[Any, ...]]:
-    """The micro-batches of one of ``size`` processes, in their order."""
+    """The micro-batches of one of ``size`` processes, in order."""
     per_step = run.replicas // size
     of_replicas = [
         _batches(config.data, "train", run.steps, config.training.micro_batch_size, run.seed, replica, run.replicas)
@@ -303,12 +303,12 @@ def training_batches(run: Run, config: PretrainConfig, rank: int, size: int) -> 
 
 
 def merged(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """One batch in place of several whose mean losses have the same weight: those of GPT-2."""
+    """Several GPT-2 micro-batches concatenated into one; valid as their mean losses have equal weight."""
     return batches if len(batches[0]) == 1 else [tuple(torch.cat(parts) for parts in zip(*batches, strict=True))]
 
 
 def held_out_batches(config: PretrainConfig, replicas: int, only: int | None = None) -> list[tuple[Any, ...]]:
-    """The batches to evaluate on, or the part of ``only`` one of the replicas."""
+    """The evaluation batches of all replicas, or of replica ``only``."""
     count, size, parts = config.training.eval_iters, config.training.micro_batch_size, range(replicas)
     found = [
         _batches(config.data, "valid", count, size, HELD_OUT_SEED, part, replicas)
@@ -318,12 +318,11 @@ def held_out_batches(config: PretrainConfig, replicas: int, only: int | None = N
 
 
 def count_baselines(run: Run, data: str) -> dict[str, float]:
-    """Held-out losses of predictions without a network, from counts over the run's training text.
+    """Held-out losses of n-gram count models, estimated on the run's training text.
 
-    ``frequencies``: of tokens alone, the plateau on which a network begins; ``neighbour``: of pairs with the token
-    before; ``neighbours``: of the tokens before and after, as if these were independent given the token between. BERT's
-    are those of what is masked, beside neighbours some of which are masked too. A network that is below what it can see
-    of these predicts from more context than that.
+    ``frequencies``: unigram, the plateau on which a network starts; ``neighbour``: bigram with the previous token;
+    ``neighbours``: previous and next token, taken as independent given the token between. BERT's are for the masked
+    tokens, whose neighbours may be masked too. A network whose loss is lower uses more context than these.
     """
     config = build_config(run, Path(data))
     vocab_size = build_tokenizer(config.data).vocab_size
@@ -348,7 +347,7 @@ def count_baselines(run: Run, data: str) -> dict[str, float]:
 
 
 def _tokens(batches: list[tuple[Any, ...]]) -> Iterable[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """int64[b, s] of each batch, without masks and with them, and which are predicted."""
+    """Of each batch: int64[b, s] token ids without and with masks, and the mask of predicted positions."""
     for first, *_ in batches:
         if isinstance(first, torch.Tensor):
             yield first.long(), first.long(), torch.ones_like(first, dtype=torch.bool)
@@ -361,9 +360,9 @@ def _tokens(batches: list[tuple[Any, ...]]) -> Iterable[tuple[torch.Tensor, torc
 def _batches(
     data: DataConfig, part: str, count: int, micro_batch_size: int, seed: int, replica: int, replicas: int
 ) -> list[tuple[Any, ...]]:
-    """A replica's first ``count`` batches of a part of the text, as the model's ``loss`` takes them.
+    """A replica's first ``count`` batches of a split, as the model's ``loss`` takes them.
 
-    They are kept, as the runs of a sweep share them.
+    Cached, as the runs of a sweep share them.
     """
     is_bert = isinstance(data, BertDataConfig)
     samples = count * micro_batch_size * replicas

@@ -1,4 +1,4 @@
-"""From the results of runs to Markdown: losses, gaps to Adam paired by seed, and what was sent."""
+"""Markdown tables of the runs' results: losses, gaps to Adam paired by seed, and bits sent."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BASELINE = "adam"
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The lines of a results file; an unfinished last line, of a sweep that was killed, is cut off the file.
+    """The lines of a results file; an incomplete last line, left by a killed sweep, is removed from the file.
 
     Raises:
-        SystemExit: it is no such file, which then stays as it is.
+        SystemExit: it is not a results file; the file is left unchanged.
     """
     if not path.exists():
         return []
@@ -70,7 +70,7 @@ class Result:
 
 
 def gaps(records: list[dict[str, Any]]) -> str:
-    """A table for each task and length of run: losses, and gaps to the baseline at its own rate and seed.
+    """A table for each task and length of run: losses, and gaps to the baseline at its best rate, paired by seed.
 
     ``gap`` is the mean over the seeds that both have, with the half width of its 95 % confidence interval (Student's t
     over paired differences).
@@ -119,12 +119,12 @@ def _gap(losses: dict[int, float], baseline: dict[int, float]) -> str:
 
 
 def _setup(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What results must share to stand in one table."""
+    """The settings that results in one table have in common."""
     return tuple(record["run"][key] for key in ("task", "steps", "replicas", "size"))
 
 
 def collect(records: list[dict[str, Any]]) -> list[Result]:
-    """One result for each optimizer and its settings, the baseline first, else in the order of the records."""
+    """One result per optimizer and settings: the baseline first, then in the order of the records."""
     results: dict[str, Result] = {}
     for record in records:
         run = record["run"]
@@ -137,7 +137,7 @@ def collect(records: list[dict[str, Any]]) -> list[Result]:
 
 
 def sweep(results: list[Result]) -> str:
-    """Loss of each result at each learning rate with the lowest seed, that of the sweep."""
+    """Table of the learning-rate sweep: loss of each result at each rate, with the lowest seed."""
     rates = sorted({rate for result in results for rate in result.losses})
     first = min(seed for result in results for by_seed in result.losses.values() for seed in by_seed)
     rows = [
@@ -155,6 +155,6 @@ def _loss(value: float) -> str:
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """First column to the left and all others to the right."""
+    """Markdown table, first column left-aligned and all others right-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

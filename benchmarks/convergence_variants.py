@@ -1,4 +1,4 @@
-"""The optimizers and settings that are compared, by name. Each spells out what it varies: defaults may change."""
+"""The optimizers and settings that are compared, by name. Each sets what it varies explicitly: defaults may change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROWS = {**MEAN, "block_size": 64, "dead_threshold": 1e-3}
 
 @dataclass(frozen=True)
 class Variant:
-    """An optimizer with settings that differ from the recipe's, and the arrangement of its processes; see ``Run``."""
+    """An optimizer with overrides of the recipe, and the topology of its processes; see ``Run``."""
 
     name: str
     optimizer: str
@@ -39,9 +39,9 @@ class Variant:
 
 
 def variants(steps: int) -> dict[str, Variant]:
-    """What can be compared in runs of so many steps."""
+    """The variants for runs of ``steps`` steps, by name."""
     found = [
-        Variant(name, name, {} if spec.ddp or spec.auto_wire else WIRE)  # gradients in bf16, where no type is its own
+        Variant(name, name, {} if spec.ddp or spec.auto_wire else WIRE)  # bf16 gradients, unless the type is its own
         for name, spec in optimizers().items()
     ]
     found += [
@@ -92,7 +92,7 @@ def variants(steps: int) -> dict[str, Variant]:
         _zero_one("blocks_alive_kappa16", {**MEAN, "dead_threshold": 1e-3}),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
         _zero_one("rows_every_step", {**ROWS, "sync_policy": "every"}),
-        # arithmetic of Adam, but for the momentum's bias
+        # arithmetic of Adam, except for the bias correction of the momentum
         _zero_one("full_steps", {**MEAN, "variance_kappa": 1 << 20, "sync_policy": "every", "compressor": "none"}),
         *(
             Variant(f"one_bit_adam{name}", "one_bit_adam", {**WIRE, "freeze_step": max(1, steps * 3 // 20), **changes})

@@ -1,8 +1,8 @@
-"""What a step asks of a GPU's host, counted on any device: operations, kernels, collectives, and reads that wait.
+"""Counts of what a step launches on a GPU, on any device: torch operations, kernels, collectives, host syncs.
 
-On a CPU nothing waits and no kernel is launched, but the calls are the same: operations of torch are seen as they are
-dispatched, reads of values where Python asks for them, and calls of the back ends' kernels, each of which is one launch
-on a GPU, at their objects.
+On a CPU there are no launches and no syncs, but the calls are the same: torch operations are counted in a dispatch
+mode, reads of tensor values in a function mode, and calls of the back ends' kernels (each is one launch on a GPU) by
+wrapping their methods.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _KERNELS = ("update", "sum_squares", "mark_active")
 @dataclasses.dataclass
 class Counts:
     """Attributes:
-    operations: of torch that compute something: not views.
-    kernels: calls of the optimizer's own.
-    collectives: that were started.
-    host_reads: calls that wait for a GPU: of values, and of sizes that follow from values.
-    late_reads: of norms that a GPU has long computed when the host asks for them.
+    operations: torch operations that compute something, without views.
+    kernels: calls of the optimizer's own kernels.
+    collectives: started collectives.
+    host_reads: calls that wait for a GPU: reads of values, and of sizes that depend on values.
+    late_reads: reads of deferred norms, which a GPU has computed long before the host reads them.
     """
 
     operations: int = 0
@@ -43,7 +43,7 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """What a GPU's host launches, at least."""
+        """Lower bound of the launches on a GPU."""
         return self.operations + self.kernels + self.collectives
 
 
@@ -56,7 +56,7 @@ class _Reads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         masked = name in ("__getitem__", "__setitem__") and _has_mask(args[1])
         self._counts.host_reads += name in _READS or masked
-        # one read, whatever it calls itself
+        # one read, even if it calls other functions that read
         with torch._C.DisableTorchFunction() if name in _READS else contextlib.nullcontext():
             return func(*args, **(kwargs or {}))
 
@@ -80,7 +80,7 @@ class _Operations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def counted(optimizer: Any) -> Iterator[Counts]:
-    """Count what the body does with ``optimizer``, on flat buffers; of its collectives, those of its topology."""
+    """Count what the body does with ``optimizer``, which is on flat buffers; collectives are those of its topology."""
     counts = Counts()
     topology = optimizer._topology
     exchange = getattr(optimizer._exchange, "exchange", None)
@@ -104,7 +104,7 @@ def counted(optimizer: Any) -> Iterator[Counts]:
 
 
 def _row_kernels(*roots: Any) -> list[tuple[Any, tuple[str, ...]]]:
-    """The codecs, and what else handles rows, anywhere below these objects, and the names of their kernels."""
+    """Codecs and other objects with row kernels reachable from ``roots``, with the names of their kernels."""
     found: list[tuple[Any, tuple[str, ...]]] = []
     seen: set[int] = set()
     waiting = list(roots)
@@ -124,13 +124,13 @@ def _row_kernels(*roots: Any) -> list[tuple[Any, tuple[str, ...]]]:
 
 @contextlib.contextmanager
 def _calls_counted(target: Any, name: str, counts: Counts, field: str) -> Iterator[None]:
-    """Count calls of one method of one object; what it does itself, on this device, is not counted."""
+    """Count calls of one method of one object, but nothing that runs inside it on this device."""
     function, own = getattr(target, name), vars(target).get(name)
 
     def called(*args: Any, **kwargs: Any) -> Any:
         before = dataclasses.replace(counts)
         result = function(*args, **kwargs)
-        vars(counts).update(vars(before))  # what stands in for it here may be made of operations
+        vars(counts).update(vars(before))  # its substitute on this device may be made of torch operations
         setattr(counts, field, getattr(counts, field) + 1)
         return result
 
@@ -140,5 +140,5 @@ def _calls_counted(target: Any, name: str, counts: Counts, field: str) -> Iterat
     finally:
         if own is None:
             delattr(target, name)
-        else:  # somebody else's stand-in
+        else:  # an attribute that was patched before
             setattr(target, name, own)

@@ -1,8 +1,8 @@
-"""How fast text becomes token files, indices, samples and batches.
+"""Throughput of the data pipeline: preprocessing, sample indices, samples and batches.
 
     python benchmarks/data.py --json result.json
 
-Prints Markdown. Linux only, as it reads /proc. What the columns mean stands in README.md.
+Prints Markdown. Linux only, as it reads /proc. README.md explains the columns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Rates of preprocessing: what a worker's time goes into, and the whole command beside Hugging Face's ``datasets.map``.
+"""Throughput of preprocessing: each step of a worker, and the whole command beside Hugging Face's ``datasets.map``.
 
-Both sides turn the same JSON lines into token ids on the disk with the same tokenizer and number of processes, in turn,
-so that what else the machine does concerns both. ``benchmarks/data.py --section preprocessing`` prints the table.
+Both turn the same JSON lines into token ids on disk with the same tokenizer and number of processes. They run in turn,
+so that other load on the machine affects both. ``benchmarks/data.py --section preprocessing`` prints the table.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ DATA = Path(__file__).resolve().parents[1] / "data"
 
 @dataclass(frozen=True)
 class Rate:
-    """How fast something was.
+    """One measured throughput.
 
     Attributes:
-        task: which tokenizer, and into what.
-        step: the part of the work, or who does the whole.
+        task: tokenizer and output.
+        step: the part of the work, or the program that does all of it.
         workers: processes.
         megabytes: MB of JSON lines a second, the median of the rounds.
-        tokens: tokens a second; 0 for a step that makes none.
+        tokens: tokens a second; 0 for a step that produces none.
     """
 
     task: str
@@ -88,10 +88,10 @@ def measure(*, megabytes: float = 4, workers: Sequence[int] = (1, 2), rounds: in
     """The rates of both tasks: a worker's steps, the command, and ``datasets.map`` (if ``datasets`` is installed).
 
     Args:
-        megabytes: of JSON lines to encode at a time; from the size of the shipped corpus on they repeat, which flatters
-            whatever remembers words.
+        megabytes: size of the JSON lines; above the size of the shipped corpus the text repeats, which favours
+            tokenizers that cache words.
         workers: numbers of processes to try.
-        rounds: how often; the median counts.
+        rounds: repetitions; the median is reported.
     """
     rates: list[Rate] = []
     with tempfile.TemporaryDirectory() as folder, _single_threaded_tokenizer():
@@ -115,7 +115,7 @@ def markdown(rates: Sequence[Rate]) -> str:
 
 
 def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:
-    """Each step of a worker alone, over all of the corpus, by CPU time."""
+    """Each step of a worker alone, over the whole corpus, by CPU time."""
     tokenizer = cached_tokenizer(config)
     chunks: list[Chunk] = []
 
@@ -127,7 +127,7 @@ def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> lis
         return [texts[0] for chunk in decoded for _, texts in chunk.documents]
 
     def encode() -> None:
-        cached_words.cache_clear()  # a new process knows no words
+        cached_words.cache_clear()  # a new process starts with an empty cache
         for chunk in chunks:
             encode_chunk(config, chunk)
 
@@ -148,7 +148,7 @@ def _side_by_side(task: str, config: PreprocessConfig, size: float, rounds: int)
     """The command and ``datasets.map`` in turn, by elapsed time."""
     runs: dict[str, Callable[[], int]] = {"megatron01 preprocess": lambda: _preprocess(config)}
     with contextlib.suppress(ImportError):
-        import datasets  # noqa: F401 - only whether it is there
+        import datasets  # noqa: F401 - only to see if it is installed
 
         runs["datasets.map"] = lambda: _map(config)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -173,7 +173,7 @@ def _preprocess(config: PreprocessConfig) -> int:
 
 
 def _map(config: PreprocessConfig) -> int:
-    """The same with ``datasets``: JSON lines to Arrow files of token ids."""
+    """The same work with ``datasets``: JSON lines to Arrow files of token ids."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -194,7 +194,7 @@ def _map(config: PreprocessConfig) -> int:
 
 @dataclass(frozen=True)
 class _EncodeBatch:
-    """What ``datasets.map`` calls: the same sentences and tokenizer."""
+    """The function for ``datasets.map``: the same sentence splitting and tokenizer."""
 
     config: PreprocessConfig
 

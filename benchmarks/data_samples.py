@@ -1,6 +1,6 @@
-"""Rates of what training reads: building sample indices, making samples, and handing batches over.
+"""Throughput of data loading: building sample indices, making samples, and delivering batches.
 
-Files of random tokens stand for text: what samples cost depends on lengths, not on words.
+The files hold random tokens: the cost of samples depends on lengths, not on words.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ MICRO_BATCH = 32
 
 @dataclass(frozen=True)
 class IndexRate:
-    """How an index was built.
+    """Cost of building one index.
 
     Attributes:
-        index: which.
-        num_samples: in it.
+        index: its name.
+        num_samples: samples in it.
         seconds: elapsed.
-        megabytes: of its arrays.
-        peak_megabytes: by which the process grew at most.
+        megabytes: size of its arrays.
+        peak_megabytes: peak growth of the process.
     """
 
     index: str
@@ -58,12 +58,12 @@ class IndexRate:
 
 @dataclass(frozen=True)
 class SampleRate:
-    """How fast samples came.
+    """One measured throughput of samples.
 
     Attributes:
-        samples: which, and how long they are.
-        workers: processes beside the one that counts; None for making them alone, without a loader.
-        per_second: samples a second; of CPU time where there is no loader.
+        samples: kind and length.
+        workers: loader processes; None without a loader.
+        per_second: samples a second; of CPU time without a loader.
     """
 
     samples: str
@@ -144,7 +144,7 @@ def samples_table(rates: Sequence[SampleRate]) -> str:
 
 def _measure_index(name: str, build: Callable[[], Arrays]) -> IndexRate:
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, start = _resident("VmRSS"), time.perf_counter()
     arrays = build()
     seconds = time.perf_counter() - start
@@ -192,7 +192,7 @@ def _datasets(folder: Path) -> dict[str, SampleDataset]:
 
 
 def _rate(batches: Any, seconds: float, clock: Callable[[], float]) -> float:
-    """Samples a second, after the first batches: these wait for compilation and for processes to start."""
+    """Samples a second, without the first batches, which include compilation and the start of processes."""
     torch.set_num_threads(1)
     iterator = iter(batches)
     for _ in range(3):

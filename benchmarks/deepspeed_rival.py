@@ -1,8 +1,8 @@
-"""DeepSpeed's 0/1 Adam on CPUs, its code untouched, with the two things that its 1-bit back end lacks there.
+"""DeepSpeed's 0/1 Adam on CPUs: its code unchanged, plus the two things that its 1-bit back end lacks there.
 
-DeepSpeed is no dependency of this project; 0.19.6 is the last release with these optimizers. Its ``compressed`` back
-end needs a bit packer that exists for one kind of accelerator only, and gathers a scale without dimensions, which gloo
-refuses. Both are supplied here. What the packer takes is reported, as it is not DeepSpeed's.
+DeepSpeed is not a dependency of this project; 0.19.6 is the last release with these optimizers. Its ``compressed`` back
+end needs a bit packer that exists for one kind of accelerator only, and gathers a 0-dimensional scale, which gloo
+rejects. Both are supplied here. The packer's time is reported, as it is not DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def version() -> str:
 
 
 class Packer:
-    """Bits of the interface that DeepSpeed's packer has: the most significant bit first, set where >= 0."""
+    """Bit packer with the interface of DeepSpeed's: most significant bit first, set where >= 0."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -52,7 +52,7 @@ class Packer:
 
 
 class _WithGatherOfScalars:
-    """deepspeed.comm, but all_gather takes tensors without dimensions."""
+    """deepspeed.comm with an all_gather that accepts 0-dimensional tensors."""
 
     def __init__(self, communication: Any) -> None:
         self._communication = communication
@@ -65,7 +65,7 @@ class _WithGatherOfScalars:
 
 
 def supply_what_cpus_lack(packer: Packer) -> None:
-    """Make ``compressed`` back ends of DeepSpeed that are built from now on work on CPUs, and pack with ``packer``."""
+    """Patch DeepSpeed so that ``compressed`` back ends built from now on run on CPUs and pack with ``packer``."""
     import deepspeed.runtime.comm.compressed as compressed
 
     compressed.PackbitsBuilder = lambda: types.SimpleNamespace(load=lambda: packer)
@@ -74,13 +74,13 @@ def supply_what_cpus_lack(packer: Packer) -> None:
 
 
 class DeepSpeedZeroOneAdam:
-    """Its 1-bit all-reduce alone, and a step of its optimizer after the variance is frozen, which makes one."""
+    """DeepSpeed's 1-bit all-reduce alone, and a step of its optimizer (variance frozen) with one such all-reduce."""
 
     def __init__(self, elements: int) -> None:
         self._packer = Packer()
         with contextlib.redirect_stdout(io.StringIO()):
             self._optimizer = self._build(elements)
-            # an empty step, one that refreshes the variance, and from the third on, one all-reduce in each
+            # step 1 is empty, step 2 refreshes the variance, and each later step does one all-reduce
             for _ in range(3):
                 self._optimizer.step()
         state = self._optimizer.state[self._parameter]
@@ -102,7 +102,7 @@ class DeepSpeedZeroOneAdam:
         return parts
 
     def _build(self, elements: int) -> Any:
-        warnings.simplefilter("ignore")  # it calls overloads that torch no longer likes
+        warnings.simplefilter("ignore")  # it calls overloads that torch has deprecated
         import deepspeed
         from deepspeed.runtime.fp16.onebit.zoadam import ZeroOneAdam
 
@@ -124,6 +124,6 @@ class DeepSpeedZeroOneAdam:
         buffer.zero_()
 
     def _bytes_sent(self) -> float:
-        """Both ways' signs; a few scales come on top."""
+        """Signs to the servers and back, without the few scales."""
         replicas = dist.get_world_size()
         return 2 * (replicas - 1) / replicas * self._state["worker_error"].numel() / 8

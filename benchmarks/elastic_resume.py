@@ -1,10 +1,10 @@
-"""Held-out loss of runs that go on with another number of replicas, beside that of runs that do not.
+"""Held-out loss of runs that resume on another number of replicas, beside that of uninterrupted runs.
 
     python benchmarks/elastic_resume.py                     # BERT, three seeds: half an hour on two cores
     python benchmarks/elastic_resume.py --task gpt2 --seeds 0 --steps 40
 
-For each seed one run goes from its first to its last step. From its checkpoint at half of the steps, others go to the
-end with fewer and with more replicas: the same global batch, the same samples, the same held-out text.
+For each seed, one run trains from the first to the last step. Others resume from its checkpoint at half of the steps
+with fewer and with more replicas: the same global batch, the same samples, the same held-out text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from statistics import fmean, stdev
 
 ROOT = Path(__file__).resolve().parents[1]
 GLOBAL_BATCH_SIZE = 16
-# a smaller model than the debug recipe's, and no dropout: other random numbers are no part of the question
+# a smaller model than the debug recipe's, and no dropout, so that random numbers do not differ
 FLAGS = {
     "num_layers": 2,
     "hidden_size": 64,
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def train(arguments: argparse.Namespace, seed: int, replicas: int, folder: Path, *more: str) -> float:
-    """The held-out loss at the end of a run; its checkpoints go to ``folder``."""
+    """Train and return the held-out loss at the end; checkpoints go to ``folder``."""
     run = folder.with_name(folder.name + "-run")
     flags = {
         **FLAGS,
@@ -81,7 +81,7 @@ def train(arguments: argparse.Namespace, seed: int, replicas: int, folder: Path,
 
 
 def table(arguments: argparse.Namespace, losses: dict[int, list[float]]) -> str:
-    """Means over the seeds, and what each seed gains or loses by the change."""
+    """Table of means over the seeds, and of the paired difference of each seed."""
     whole = losses[arguments.replicas]
     spread = stdev(whole) if len(whole) > 1 else float("nan")
     lines = [

@@ -1,11 +1,11 @@
-"""Whether a long run needs more and more: memory, open files and threads of its processes over 20,000 quick steps.
+"""Leak check of a long run: memory, open files and threads of its processes over 20,000 quick steps.
 
     python benchmarks/endurance.py                     # a quarter of an hour on two busy cores
     python benchmarks/endurance.py --steps 500 --output /tmp/endurance
 
 Two replicas with a loader process each train a GPT-2 of 0.2 M parameters on random tokens with 0/1 Adam, evaluate every
-200 steps and save every 500, in the background. Twice a second their processes are looked at from outside. The results
-are a table and a curve, OUTPUT.md and OUTPUT.svg; the status is 1 if something grew.
+200 steps and save every 500, in the background. Twice a second their processes are sampled from outside. The results
+are a table and a curve, OUTPUT.md and OUTPUT.svg; the exit status is 1 if something grew.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megatron01.data import IndexedDatasetBuilder
 
 ROOT = Path(__file__).resolve().parents[1]
 KINDS = {"memory": "MB", "files": "open files", "threads": "threads"}
-# What was settled after this share of the steps is compared with the end, which may have no more than this in addition.
+# Values after this share of the steps are compared with those at the end, which may exceed them by at most this.
 SETTLED = 0.2
 ALLOWED = {"memory": 3.0, "files": 0.5, "threads": 0.5}
 
 
 def command(folder: Path, steps: int) -> list[str]:
-    """A run whose steps are quick and of every kind."""
+    """Command of a run with quick steps of every kind."""
     with IndexedDatasetBuilder(folder / "tokens", np.uint16) as builder:
         for _ in range(2000):
             builder.add_sentence(np.random.default_rng(len(KINDS)).integers(0, 500, 128))
@@ -61,14 +61,14 @@ def children(pid: int) -> list[int]:
 
 
 def look(pid: int) -> dict[str, float]:
-    """Memory of its own (MB), open files and threads of a process."""
+    """Private memory (MB), open files and threads of a process."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     memory = int(status["RssAnon"].split()[0]) / 1000
     return {"memory": memory, "files": len(os.listdir(f"/proc/{pid}/fd")), "threads": int(status["Threads"])}
 
 
 def measure(steps: int) -> list[dict[str, float]]:
-    """A line for each look at the run: the step, and the sum over a replica and its loader, of each replica."""
+    """One line per sample: the step, and for each replica the sum over its process and its loader."""
     lines = []
     with tempfile.TemporaryDirectory(prefix="endurance-") as name:
         folder = Path(name)
@@ -93,7 +93,7 @@ def measure(steps: int) -> list[dict[str, float]]:
 
 
 def report(lines: list[dict[str, float]], steps: int, output: Path) -> bool:
-    """Whether nothing grew; writes the table and the curve."""
+    """Write the table and the curve; True if nothing grew."""
     import matplotlib.pyplot as plt
 
     tenths: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)

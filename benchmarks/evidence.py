@@ -1,4 +1,4 @@
-"""What ``pretrain_and_finetune.py`` was asked to run, and what is known of its runs."""
+"""Specification and records of the runs of ``pretrain_and_finetune.py``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ KINDS = {"bert": "BERT", "gpt": "GPT-2", "digits": "ResNet-18 on digits"}
 
 @dataclass(frozen=True)
 class Spec:
-    """What is trained and compared; the fields are the sections of the file.
+    """What is trained and compared; the fields are the sections of the YAML file.
 
     Attributes:
-        prepare: shell commands that make texts and vocabularies of their sources, run once before all else.
+        prepare: shell commands that make texts and vocabularies from their sources, run once before everything else.
     """
 
     replicas: int
@@ -44,7 +44,7 @@ class Spec:
 
     @classmethod
     def read(cls, path: Path) -> Spec:
-        """Raises UserError, naming the section, if the file is none of these."""
+        """Read from a YAML file. Raises UserError, naming the section, if it is invalid."""
         try:
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -89,11 +89,11 @@ ByRate = dict[float, dict[int, Record]]
 
 @dataclass
 class Evidence:
-    """Runs of a specification, as far as they were made.
+    """The runs of a specification that are done.
 
     Attributes:
-        records: of each run, what it was and what came of it; ``score`` is the lower the better, None if it diverged.
-        counts: GLUE task -> what counts of words reach, in per cent.
+        records: settings and results of each run; a lower ``score`` is better, None if it diverged.
+        counts: GLUE task -> score of logistic regression on word counts, in per cent.
     """
 
     spec: Spec
@@ -102,7 +102,7 @@ class Evidence:
 
     @classmethod
     def read(cls, path: Path) -> Evidence:
-        """From a file of ``write``. Raises UserError if it is none."""
+        """Read a file of ``write``. Raises UserError if it is invalid."""
         try:
             head, *lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
             records = {Run(**line.pop("run")): line for line in lines}
@@ -111,7 +111,7 @@ class Evidence:
             raise UserError(f"{path} holds no records of pretrain_and_finetune.py ({error})") from None
 
     def write(self, path: Path) -> None:
-        """As JSON lines: the specification and the counts, then the runs."""
+        """Write JSON lines: the specification and the counts, then the runs."""
         lines = [{"spec": asdict(self.spec), "counts": self.counts}]
         lines += [{"run": asdict(run)} | record for run, record in self.records.items()]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -121,7 +121,7 @@ class Evidence:
         return next(iter(self.spec.optimizers))
 
     def best_rate(self, kind: str, optimizer: str) -> float | None:
-        """The rate with the lowest score with the first seed; None without runs."""
+        """The learning rate with the lowest score with the first seed; None without runs."""
         runs = (Run(kind, optimizer, rate, self.spec.seeds[0]) for rate in self.rates(kind))
         scores = {run.rate: score for run in runs if (score := self.records.get(run, {}).get("score")) is not None}
         return min(scores, key=lambda rate: scores[rate]) if scores else None
@@ -131,12 +131,12 @@ class Evidence:
         return [] if section is None else section["rates"]
 
     def chosen(self, kind: str, optimizer: str) -> list[float]:
-        """The rates that all seeds are run with: the optimizer's own best and the baseline's."""
+        """The learning rates run with all seeds: the optimizer's own best and the baseline's best."""
         rates = (self.best_rate(kind, optimizer), self.best_rate(kind, self.baseline))
         return sorted({rate for rate in rates if rate is not None})
 
     def runs(self, kind: str) -> Iterator[tuple[Run, bool]]:
-        """Each run in its order, and whether it is of a rate that was chosen; later ones depend on earlier records."""
+        """Each run in order, and True if its rate was chosen; later runs depend on earlier records."""
         for optimizer in self.spec.optimizers:
             for rate in self.rates(kind):
                 yield Run(kind, optimizer, rate, self.spec.seeds[0]), False
@@ -146,7 +146,7 @@ class Evidence:
                     yield Run(kind, optimizer, rate, seed), True
 
     def of_chosen(self, kind: str) -> dict[str, ByRate]:
-        """Optimizer -> rate -> seed -> record, of the rates that were chosen and the runs that did not diverge."""
+        """Optimizer -> rate -> seed -> record, of the chosen rates and the runs that did not diverge."""
         found: dict[str, ByRate] = {}
         for optimizer in self.spec.optimizers:
             for rate in self.chosen(kind, optimizer):

@@ -1,4 +1,4 @@
-"""A step of every optimizer on two replicas, in turn with what Adam does: an fp32 all-reduce and a fused step."""
+"""Steps of every optimizer on two replicas, in turn with those of Adam: an fp32 all-reduce and a fused step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FAMILY = [name for name, spec in optimizers().items() if not spec.ddp]
 def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:
     """For each optimizer and kind of step: median ``seconds`` of the slower replica, ``bytes_sent`` and two ratios.
 
-    ``ratio`` is to the all-reduce and the fused step of Adam in the same turn, ``arithmetic_ratio`` to the latter
-    alone. Gradients are random and stay as they are; there is no forward or backward pass, and no clipping.
+    ``ratio`` is relative to the all-reduce and the fused step of Adam in the same turn, ``arithmetic_ratio`` to the
+    latter alone. Gradients are random and constant; there is no forward or backward pass, and no clipping.
     """
     replicas = run_replicas(_measure_all, REPLICAS, workload)
     return {name: _by_kind([of_all[name] for of_all in replicas]) for name in FAMILY}
@@ -63,7 +63,7 @@ def _by_kind(replicas: list[list[dict[str, Any]]]) -> dict[str, dict[str, float]
     for same in zip(*replicas, strict=True):
         numbers = {key: max(turn[key] for turn in same) for key in same[0] if key != "kind"}
         turns.setdefault(same[0]["kind"], []).append(numbers)
-    # the first step of a kind loads kernels and touches memory
+    # the first step of a kind is warm-up: it loads kernels and touches memory
     return {kind: _summary(of_kind[1:]) for kind, of_kind in turns.items() if len(of_kind) > 1}
 
 

@@ -5,8 +5,8 @@
 
 ``baselines``: a model fine-tuned on SST-2 beside the majority class and logistic regression on counts of words.
 ``trainer``: the same weights, examples and settings, trained by ``megatron01 glue``'s loop and by transformers'
-``Trainer``: once in the same order without dropout, where both must end in the same weights, and then each with its own
-order for each seed, where the spread of the seeds is what they may differ by.
+``Trainer``: first in the same order without dropout, where both must end with the same weights; then each in its own
+order for each seed, where they may differ by the spread over seeds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def with_fewer_rows(data: Path, folder: Path, rows: int) -> Path:
-    """A folder of GLUE with the first rows of the training set alone."""
+    """A copy of the GLUE folder with only the first rows of the training set."""
     (folder / "SST-2").mkdir()
     with open(data / "SST-2" / "train.tsv", encoding="utf-8") as file:
         (folder / "SST-2" / "train.tsv").write_text("".join(itertools.islice(file, rows + 1)), encoding="utf-8")
@@ -102,7 +102,7 @@ def compare_with_baselines(arguments: argparse.Namespace) -> None:
 
 
 def score_of_counts(data: TaskData, task: Task, *, words: int = 1) -> float:
-    """Logistic regression on counts of up to so many ``words`` in a row: the task's first metric, in per cent."""
+    """First metric of the task, in per cent, of logistic regression on counts of n-grams of up to ``words`` words."""
 
     def texts(examples: Sequence[Example]) -> list[str]:
         return [f"{example.first} {example.second or ''}" for example in examples]
@@ -116,7 +116,7 @@ def score_of_counts(data: TaskData, task: Task, *, words: int = 1) -> float:
 
 
 def compare_with_trainer(arguments: argparse.Namespace) -> None:
-    """Print how far apart the two loops are."""
+    """Print the differences between the two loops."""
     bench = open_bench(arguments, 0.0)
     run = Run(TASK.name, arguments.batch_size, arguments.lr, arguments.seeds[0])
     ours, theirs = bench.train(run)[0], train_by_trainer(bench, arguments, run, in_our_order=True)
@@ -139,7 +139,7 @@ def compare_with_trainer(arguments: argparse.Namespace) -> None:
 
 
 class OurOrder(Sampler[int]):
-    """The order of ``megatron01 glue``: another one in each epoch."""
+    """Sampler with the order of ``megatron01 glue``, which differs in each epoch."""
 
     def __init__(self, num_examples: int, batch_size: int, seed: int) -> None:
         self._num_examples = num_examples
@@ -155,7 +155,7 @@ class OurOrder(Sampler[int]):
 
 
 def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, *, in_our_order: bool) -> Any:
-    """A model trained by transformers from what ``bench.train`` starts from, with the same settings."""
+    """A model trained by transformers from the same initial weights as ``bench.train``, with the same settings."""
     examples = bench.training_set(TASK.name)
 
     class InOrder(Trainer):
@@ -191,7 +191,7 @@ def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, 
 
 
 def accuracy(bench: GlueBench, model: Any) -> float:
-    """On the development set, in per cent."""
+    """Accuracy on the development set, in per cent."""
     _, examples = bench.inputs(TASK.name)
     encoded = [example.encoded for example in examples]
     right = 0

@@ -1,4 +1,4 @@
-"""Bytes per parameter: what 0/1 Adam's buffers hold, and what the process really uses beside the model."""
+"""Bytes per parameter: size of 0/1 Adam's buffers, and measured memory of the process without the model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ STATE = ("x", "v", "m", "u", "worker_error", "server_error")
 
 
 def measure(workload: Workload, replicas: int) -> dict[str, Any]:
-    """Bytes by buffer and resident memory, of the replica that uses most. Linux only (/proc)."""
+    """Bytes by buffer and resident memory, of the replica with the highest use. Linux only (/proc)."""
     workload = dataclasses.replace(workload, steps=1)  # two of each kind
     return max(run_replicas(_measure_replica, replicas, workload), key=lambda result: result["resident_peak"])
 
 
 def _measure_replica(workload: Workload) -> dict[str, Any]:
-    # libraries, compiled kernels, threads and connections are there before the first reading
+    # load libraries, compile kernels, start threads and open connections before the first reading
     _take_steps(*_build(dataclasses.replace(workload, size="tiny")))
     model = workload.build_model()
     workload.set_random_gradients(model, norm=1.0)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _resident("VmRSS")
     optimizer = _build_optimizer(workload, model)
     _take_steps(optimizer, workload)

@@ -62,7 +62,7 @@ def config_of(case: Case) -> PretrainConfig:
 
 
 def planned(config: PretrainConfig, replicas: int, *, on_gpu: bool) -> Memory:
-    """What ``plan --memory`` gives for one process of ``replicas`` on a node, with one micro-batch a step."""
+    """Estimate of ``plan --memory`` for one process of ``replicas`` on a node, with one micro-batch a step."""
     sizes, _ = parameter_sizes(config)
     model, _ = model_without_memory(config)
     return memory(
@@ -82,7 +82,7 @@ def measured(case_values: dict[str, Any]) -> int:
         give_back_freed_blocks()
     _train(dataclasses.replace(case, layers=1, micro_batch_size=1, seq_length=16), small=True)  # libraries, kernels
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _resident("VmRSS")
     _train(case)
     return _resident("VmHWM") - before

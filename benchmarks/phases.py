@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, with 0/1 Adam and with Adam in turn on the same replicas."""
+"""Step time by phase, with 0/1 Adam and with Adam in turn on the same replicas."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ def measure(workload: Workload, replicas: int) -> dict[str, Any]:
     """Medians over steps and replicas: seconds of each phase and of the step, and bytes sent, by kind of step.
 
     ``step_ratio`` and ``optimizer_ratio`` are medians over pairs of a step and the step of Adam before it; the latter
-    leaves out forward, backward and communication. For ``adam``, ``forward_backward`` is that without exchange, and
-    ``communication`` what the exchange, which overlaps with the backward pass, adds to it; its ``update`` includes the
-    norm of the gradient.
+    leaves out forward, backward and communication. For ``adam``, ``forward_backward`` is measured without an exchange,
+    ``communication`` is the time that the overlapped exchange adds to it, and ``update`` includes the gradient norm.
     """
     records = [record for rank in run_replicas(_measure_replica, replicas, workload) for record in rank["steps"]]
     parameters = sum(p.numel() for p in workload.build_model().parameters())
@@ -86,7 +85,7 @@ def _build(workload: Workload, name: str) -> tuple[PretrainOptimizer, nn.Module]
 def take_step(
     optimizer: PretrainOptimizer, module: nn.Module, batch: tuple[Any, ...], stopwatch: Stopwatch
 ) -> dict[str, Any]:
-    """Kind of a step, seconds of its phases by ``stopwatch``, seconds until the host is through, and bytes sent."""
+    """Kind of the step, seconds of its phases by ``stopwatch``, host seconds, and bytes sent."""
     stopwatch.read()
     start = time.perf_counter()
     with stopwatch.phase("other"):
@@ -106,7 +105,7 @@ def take_step(
 
 
 def _time_without_exchange(optimizer: PretrainOptimizer, module: nn.Module, batch: tuple[Any, ...]) -> float:
-    """Seconds of forward and backward; the gradients are thrown away."""
+    """Seconds of forward and backward; the gradients are discarded."""
     dist.barrier()
     optimizer.zero_grad()
     start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""How well ``megatron01 plan`` foretells what ``slow_network.py`` has measured, and what following its advice costs.
+"""Error of the step times that ``megatron01 plan`` predicts for ``slow_network.py``, and regret of its advice.
 
     python benchmarks/plan_check.py          # reads results/slow_network.jsonl, writes results/plan.md
 
-The costs of this machine (a message, a byte and an exchange for the processor) are fitted to the times at the two
-highest rates of the links; those at the other rates are foretold with them. Where ``slow_network.py --advise`` has let
-``--auto`` measure the links itself, that advice is held against the best too. Nothing is run.
+The costs of this machine (latency of a message, CPU time of a byte and of an exchange) are fitted to the times at the
+two highest link rates; times at the other rates are predicted with them. Where ``slow_network.py --advise`` has let
+``--auto`` measure the links itself, that advice is compared with the best choice too. Nothing is run.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megatron01.cost.volume import full_step_bytes
 PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
 """Contestants that ``plan`` knows, from the most exact on."""
 FITTED_RATES = 2
-NEARLY_FULL = 0.9  # of a cap: links that a busy machine does not fill are no rate to fit to
-FRAME, SEGMENT = 1514, 1448  # bytes: of a full frame, and what it carries
-DDP_BUCKET_BYTES = 0.25e6  # of the benchmark's baselines
+NEARLY_FULL = 0.9  # share of a cap: link rates that a busy machine does not reach are not used for the fit
+FRAME, SEGMENT = 1514, 1448  # bytes: a full frame, and its payload
+DDP_BUCKET_BYTES = 0.25e6  # as in the benchmark's baselines
 MEMORY_RATE = 7e9
 Line = dict[str, Any]
 
@@ -54,13 +54,13 @@ class Point:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What is fitted, in seconds.
+    """Fitted costs, in seconds.
 
     Attributes:
         latency: of a message.
-        sending: of the processor, for each byte sent or received.
-        exchange: of the processor, for each bucket's exchange.
-        step: of a step of this library's optimizers beyond one of AdamW.
+        sending: CPU time for each byte sent or received.
+        exchange: CPU time for the exchange of each bucket.
+        step: extra time of a step of this library's optimizers over one of AdamW.
     """
 
     latency: float
@@ -70,14 +70,14 @@ class Machine:
 
 
 class Foretelling:
-    """The model of the hosts of one setting."""
+    """Performance model of the hosts, fitted to one setting."""
 
     def __init__(self, setting: Setting, data: Path) -> None:
         self.setting = setting
         described = Run(
             task=setting.task,
             optimizer="zero_one_adam",
-            overrides={"sync_policy": "schedule"},  # as the contestant of that name
+            overrides={"sync_policy": "schedule"},  # as in the contestant of that name
             learning_rate=2e-3,
             seed=0,
             steps=setting.steps,
@@ -125,11 +125,11 @@ class Foretelling:
             step_seconds=machine.step if is_ours else 0.0,
             exchange_seconds=machine.exchange,
             sending=machine.sending,
-            arithmetic=0.0,  # AdamW's is in the steps without an exchange, and what ours adds in ``step``
+            arithmetic=0.0,  # AdamW's is part of the steps without an exchange; the extra time is in ``step``
         )
 
     def optimizer(self, contestant: str) -> OptimizerConfig:
-        """The settings that it ran with."""
+        """The optimizer settings of a contestant."""
         entry = ENTRIES[contestant]
         return dataclasses.replace(self.settings, optimizer=entry.optimizer, **entry.overrides(self.setting.steps))
 
@@ -144,7 +144,7 @@ class Foretelling:
         return model.step(point.kind, every_step=False).seconds
 
     def fit(self) -> Machine:
-        """The machine whose logarithms of times at two rates are nearest."""
+        """The machine with the best fit to the logarithms of the times at the highest rates."""
         points = [point for point in self.points if point.rate in self.fitted_to]
         assert points, "no timed steps"
 
@@ -156,7 +156,7 @@ class Foretelling:
         return Machine(*(float(value) for value in np.exp(found.x)))
 
     def runs(self, rate: str, machine: Machine) -> list[RunTime]:
-        """Whole runs of those among which ``--auto`` chooses."""
+        """Predicted whole runs of the optimizers among which ``--auto`` chooses."""
         found = []
         for name in PLANNED:
             found.append(
@@ -172,7 +172,7 @@ class Foretelling:
 
 
 def report(lines: Sequence[Line], data: Path, margins: Sequence[float]) -> str:
-    """Errors of the model and regrets of its advice, as Markdown."""
+    """Markdown report: errors of the model and regrets of its advice."""
     parts = ["# Last results of plan_check.py\n"]
     for setting in settings(lines, margins):
         model = Foretelling(setting, data)
@@ -222,14 +222,14 @@ def _errors(model: Foretelling, machine: Machine) -> str:
 
 
 def _named(settings: OptimizerConfig) -> str:
-    """The contestant that an optimizer's settings make."""
+    """The name of the contestant with these optimizer settings."""
     if find_optimizer(settings.optimizer).ddp:
         return BASELINE
     return "zero_one_adam_every" if settings.sync_policy == "every" else "zero_one_adam"
 
 
 def _advice(lines: Sequence[Line], setting: Setting) -> dict[str, str]:
-    """By rate, the contestant that ``--auto`` chose on such links; whatever the longest interval, one is measured."""
+    """By rate, the contestant that ``--auto`` chose on these links; all longest intervals H count as one contestant."""
     found = {}
     for line in lines:
         run = line.get("advice")
@@ -241,7 +241,7 @@ def _advice(lines: Sequence[Line], setting: Setting) -> dict[str, str]:
 
 
 def _regrets(setting: Setting, advice: dict[str, str], who: str) -> str:
-    """What the recommended optimizer takes to each loss beyond the best of those it was chosen from."""
+    """Regret: extra time to each loss of the recommended optimizer over the best candidate."""
     parts = [_regrets_at(setting, advice, loss) for loss in setting.losses]
     return f"{who}: seconds to a held-out loss with the recommended, and with the best of the same.\n\n" + "\n".join(
         parts
@@ -275,7 +275,7 @@ def _regrets_at(setting: Setting, advice: dict[str, str], loss: float) -> str:
 
 
 def _described(line: Line) -> dict[str, Any]:
-    """What was run or, where ``--auto`` was asked, what for."""
+    """The run of a record, or the run that ``--auto`` was asked about."""
     found: dict[str, Any] = line.get("run") or line.get("advice") or {}
     return found
 

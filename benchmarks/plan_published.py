@@ -1,10 +1,10 @@
-"""Published step times, beside what the model of ``megatron01 plan`` gives for the same machines.
+"""Published step times beside the predictions of ``megatron01 plan`` for the same machines.
 
     python benchmarks/plan_published.py [--json]
 
 ``published_profile.json`` holds the profile, Table 1 of 1-bit Adam (Tang et al., ICML 2021): BERT-Large at sequence
 length 128 with fp16 gradients, whose all-reduce did not overlap with the backward pass. Its times grow with the number
-of GPUs as those of a ring do.
+of GPUs like those of a ring all-reduce.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Row:
     """One published measurement, in milliseconds.
 
     Attributes:
-        nodes, gpus: of the cluster; all GPUs.
-        batch: sequences of a GPU in a step.
-        passes: micro-batches of a step.
-        forward, all_reduce, backward, step: of the whole step; ``backward`` without the all-reduce, ``step`` of the
-            optimizer.
+        nodes, gpus: of the whole cluster.
+        batch: sequences per GPU and step.
+        passes: micro-batches per step.
+        forward, all_reduce, backward, step: totals of a step; ``backward`` excludes the all-reduce, ``step`` is the
+            optimizer's.
     """
 
     nodes: int
@@ -45,16 +45,16 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Of the all-reduce in the whole."""
+        """Share of the all-reduce in the step time."""
         return self.all_reduce / (self.forward + self.all_reduce + self.backward + self.step)
 
 
 @dataclass(frozen=True)
 class Network:
-    """A cluster of the profile.
+    """A cluster of the published profile.
 
     Attributes:
-        link_gbits: of a node, as the paper states it: measured for Ethernet, of the card for InfiniBand.
+        link_gbits: bandwidth of a node as the paper states it: measured for Ethernet, nominal for InfiniBand.
         rows: from many GPUs to few; the last is one node.
     """
 
@@ -75,7 +75,7 @@ _V100_MEMORY_RATE = 900e9
 
 @dataclass(frozen=True)
 class Checked:
-    """A row beside the model's figures: with the stated link, and with one fitted to the smallest of several nodes."""
+    """A row beside the model's prediction: with the stated link, and with one fitted to the smallest multi-node row."""
 
     network: str
     row: Row
@@ -87,7 +87,7 @@ class Checked:
 
 
 def check_profile(network: str) -> list[Checked]:
-    """The model's all-reduce for each row. Links inside nodes are fitted to the row of one node."""
+    """Predicted all-reduce of each row. Links inside nodes are fitted to the single-node row."""
     profile = PROFILE[network]
     size = _bert_large() * _GRADIENT_BYTES
     alone = profile.rows[-1]
@@ -110,8 +110,8 @@ class SpeedUp:
     """0/1 Adam against 1-bit Adam in the published recipe of BERT-Large, with 128 GPUs.
 
     Attributes:
-        whole: time of the run of 1-bit Adam over that of 0/1 Adam.
-        against_adam: the same for Adam.
+        whole: run time of 1-bit Adam over that of 0/1 Adam.
+        against_adam: run time of Adam over that of 0/1 Adam.
     """
 
     network: str
@@ -121,7 +121,7 @@ class SpeedUp:
 
 
 def check_speed_up() -> list[SpeedUp]:
-    """What the model gives for "up to 2x the throughput of 1-bit Adam on up to 128 GPUs" (Lu et al., ICLR 2023)."""
+    """Prediction for "up to 2x the throughput of 1-bit Adam on up to 128 GPUs" (Lu et al., ICLR 2023)."""
     found = []
     for network, profile in PROFILE.items():
         row = profile.rows[1]
@@ -152,7 +152,7 @@ def check_speed_up() -> list[SpeedUp]:
 
 
 def profile_table(checks: list[list[Checked]], speed_ups: list[SpeedUp]) -> str:
-    """Everything, for a terminal."""
+    """All results as text for a terminal."""
     head = ["network", "nodes", "GPUs", "passes", "published", "share"]
     head += ["stated link", "share", "off by", "fitted link", "share", "off by"]
     rows = [head]

@@ -1,16 +1,17 @@
-"""The same model for fewer bytes? Pretraining with several optimizers, and what the models can do afterwards.
+"""Pretraining with several optimizers: bytes sent, held-out losses and results on downstream tasks.
 
     python benchmarks/pretrain_and_finetune.py --folder runs/evidence
     python benchmarks/pretrain_and_finetune.py --folder runs/evidence --spec my.yaml --minutes 60
     python benchmarks/pretrain_and_finetune.py --folder runs/evidence --table        # of what is there
 
-One YAML file says everything, from the sources of the text on. A BERT is pretrained with each optimizer and fine-tuned
-on GLUE, a GPT-2 predicts text and last words, and a ResNet-18 learns digits. Each run is a command of a user's, which
-stands in its record; stopped at any time and called again, the script goes on where it was. Learning rates are tuned
-alike: all with the first seed, then each optimizer's best and the baseline's best with the others.
+One YAML file specifies everything, from the sources of the text on. A BERT is pretrained with each optimizer and
+fine-tuned on GLUE, a GPT-2 predicts text and last words, and a ResNet-18 learns digits. Each run is an ordinary
+command, kept in its record; a script that was stopped continues with the missing runs when it is started again.
+Learning rates are tuned alike: all with the first seed, then each optimizer's best and the baseline's best with the
+others.
 
     FOLDER/bert/zero_one_adam-0.001-0/    checkpoints, metrics, glue/ (a sweep of ``megatron01 glue``), record.json
-    FOLDER/records.jsonl, table.md        what is known of all runs, and the comparison, made of that alone
+    FOLDER/records.jsonl, table.md        records of all runs, and the comparison made from them alone
 
 ``study.py`` makes pages and pictures of records.jsonl.
 """
@@ -69,10 +70,10 @@ _DIGITS = 6
 
 
 class Workshop:
-    """Makes the runs of a specification, in a folder that remembers them.
+    """Does the runs of a specification and keeps their records in a folder.
 
     Args:
-        minutes: after which no further run is begun.
+        minutes: no run is started after this time.
     """
 
     def __init__(self, spec: Spec, folder: Path, minutes: float = math.inf) -> None:
@@ -88,7 +89,7 @@ class Workshop:
                     self.evidence.records[run] = json.loads(path.read_text()) | of_run(run.folder(folder) / "run")
 
     def make(self) -> bool:
-        """Do what is not there yet; False if the time was over first."""
+        """Do the missing runs; False if the time limit was reached before the end."""
         self._prepare()
         for kind in KINDS:
             for run, is_chosen in self.evidence.runs(kind):
@@ -100,10 +101,10 @@ class Workshop:
         return True
 
     def _prepare(self) -> None:
-        """Make the texts, if that was not done.
+        """Prepare the texts, if they are missing.
 
         Raises:
-            UserError: if a command fails, or if runs of the folder read texts that other commands made.
+            UserError: if a command fails, or if runs in the folder used texts prepared by other commands.
         """
         if self.spec.prepare is None:
             return
@@ -141,7 +142,7 @@ class Workshop:
         say(f"{run}: ended at {found['score']}")
 
     def _start(self, seed: int) -> Path:
-        """A BERT that has not learned, whose heads begin at a token's neighbours: the same for every optimizer."""
+        """Checkpoint of an untrained BERT initialized by ``attend_to_neighbours``: the same for every optimizer."""
         assert self.spec.bert is not None
         folder = self.folder / "bert-start" / str(seed)
         if not folder.exists():
@@ -171,7 +172,7 @@ class Workshop:
         self.evidence.records[run] = known | found | of_run(run.folder(self.folder) / "run")
 
     def _evaluate(self, run: Run) -> None:
-        """What the model can do, unless that is known, or it diverged."""
+        """Evaluate the model on downstream tasks, unless that is done or the run diverged."""
         record = self.evidence.records[run]
         if record["score"] is None:
             return
@@ -195,7 +196,7 @@ class Workshop:
         return of_glue(folder / "glue" / "runs")
 
     def _count(self, tasks: list[str], run: Run) -> None:
-        """What counts of words reach, if it is not known yet; the run is one whose tokenizer is there."""
+        """Score the word-count baseline, if that is missing; ``run`` provides the tokenizer."""
         if set(tasks) <= set(self.evidence.counts):
             return
         given = {"load": str(run.folder(self.folder) / "checkpoints"), "input": str(self.folder / "glue")}
@@ -221,12 +222,12 @@ class Workshop:
 
 
 def say(what: str) -> None:
-    """A line on what is being done, with the time of day: a specification may take hours."""
+    """Print a line with the time of day: a specification may take hours."""
     print(time.strftime("%H:%M:%S"), what, file=sys.stderr, flush=True)
 
 
 def call(command: list[str], output: Path) -> str:
-    """What a command printed, which is also kept in a file.
+    """Run a command and return its output, which is also written to a file.
 
     Raises:
         UserError: if it failed, with its last line.
@@ -242,7 +243,7 @@ def call(command: list[str], output: Path) -> str:
 
 
 def of_run(folder: Path) -> Record:
-    """Of a run folder, what is drawn and compared: settings, environment, and a line of metrics an evaluation."""
+    """Record of a run folder: settings, environment, and one line of metrics per evaluation."""
     if not (folder / "metrics.jsonl").exists():
         return {}
     lines: list[Record] = []
@@ -266,7 +267,7 @@ def short(value: Any) -> Any:
 
 
 def of_pretraining(metrics: Path) -> Record:
-    """From metrics.jsonl: ``score`` is the held-out loss at the end, None of a run that diverged."""
+    """Record from metrics.jsonl: ``score`` is the held-out loss at the end, None if the run diverged."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
     last = lines[-1]
@@ -282,7 +283,7 @@ def of_pretraining(metrics: Path) -> Record:
 
 
 def of_digits(output: str) -> Record:
-    """From what the example prints: ``score`` is the share of images that are put into a wrong class."""
+    """Record from the example's output: ``score`` is the classification error rate."""
     result = json.loads(output.splitlines()[-1])
     return {
         "score": 1 - result["accuracy"],
@@ -292,7 +293,7 @@ def of_digits(output: str) -> Record:
 
 
 def of_glue(runs: Path) -> dict[str, dict[str, list[float]]]:
-    """Task -> the first metric of each of its fine-tuning seeds, in per cent, at the best setting by median."""
+    """Task -> first metric, in per cent, of each fine-tuning seed at the setting with the best median."""
     entries = [json.loads(path.read_text()) for path in sorted(runs.glob("*/*.json"))]
     results = [Result(**entry | {"run": FineTuning(**entry["run"])}) for entry in entries]
     columns = {task: TASKS[task].columns for task in {result.run.task for result in results}}
@@ -307,12 +308,12 @@ def of_glue(runs: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def with_dev_sets(given: Path, names: list[str], folder: Path, most: int | None = None) -> tuple[Path, list[str]]:
-    """A folder of those tasks that are there, and their names.
+    """A folder with the available tasks, and their names.
 
-    Of one without a development set, the last quarter of its training set is kept for evaluation.
+    If a task has no development set, the last quarter of its training set is held out for evaluation.
 
     Args:
-        most: rows of a training set that are taken, the first ones; None: all.
+        most: number of rows of a training set to use, from the first; None for all.
     """
     there = {path.name.lower(): path for path in given.iterdir() if path.is_dir()} if given.is_dir() else {}
     tasks = []

@@ -1,4 +1,4 @@
-"""Replicas that stay: processes over gloo that start once and then do one piece of work after the other."""
+"""A pool of replicas: processes over gloo that start once and then run one task after the other."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class ReplicaFailed(RuntimeError):
-    """A replica raised or died; the message holds its traceback. The pool is of no further use."""
+    """A replica raised or died; the message holds its traceback. The pool can no longer be used."""
 
 
 class ReplicaPool:
     """``replicas`` processes of one thread each, joined by torch.distributed's default group; a context manager.
 
-    ``prepare``, a function of a module (or a partial of one), is called in each with its rank before it joins.
+    ``prepare``, a module-level function (or a partial of one), is called in each process with its rank before it joins.
     """
 
     def __init__(self, replicas: int, prepare: Callable[[int], None] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="replicas-")
         self._processes = []
         self._connections = []
-        # "spawn": threads and locks of the starting process do not follow
+        # "spawn": threads and locks of the parent process are not inherited
         context = multiprocessing.get_context("spawn")
         for rank in range(replicas):
             here, there = context.Pipe()
             args = (rank, replicas, self._folder.name, there, prepare)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
-            there.close()  # so that the end of the process is the end of the connection
+            there.close()  # so that the connection closes when the process ends
             self._processes.append(process)
             self._connections.append(here)
 
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
-        """What ``work(*args)`` returns on each replica, by rank; ``work`` is a function of a module.
+        """Results of ``work(*args)`` on each replica, by rank; ``work`` is a module-level function.
 
         Raises:
             ReplicaFailed: if it raises on a replica, or a replica ends.
@@ -85,8 +85,8 @@ def _serve(
     connection: multiprocessing.connection.Connection,
     prepare: Callable[[int], None] | None,
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one, which ends it
-    torch.set_flush_denormal(True)  # before any thread exists
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process, which ends this one
+    torch.set_flush_denormal(True)  # before any thread is created
     torch.set_num_threads(1)
     if prepare is not None:
         prepare(rank)
@@ -101,4 +101,4 @@ def _serve(
                 answer = traceback.format_exc(), None
             connection.send(answer)
     except (EOFError, BrokenPipeError):
-        os._exit(0)  # the starting process is gone
+        os._exit(0)  # the parent process has ended

@@ -1,9 +1,9 @@
-"""What one replica's share of an exchange costs as replicas become more, over gloo on one machine.
+"""Cost of an exchange per replica as the number of replicas grows, over gloo on one machine.
 
     python benchmarks/scaling.py
 
-For 2, 4, 8 and 16 replicas, flat and as nodes: memory of an exchange, messages and bytes that a replica sends, files
-and threads of a process. Seconds are left out: on the few cores of one machine they tell nothing.
+For 2, 4, 8 and 16 replicas, flat and hierarchical: memory of an exchange, messages and bytes that a replica sends, open
+files and threads of a process. Times are left out: on the few cores of one machine they mean nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXCHANGES = ("1 bit", "16 bit")
 
 
 class Counting:
-    """A ``Transport`` that notes what passes through it."""
+    """A ``Transport`` that counts messages and records their sizes."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -58,13 +58,13 @@ class Counting:
 
 
 def measure(elements: int, replicas: int) -> list[dict[str, Any]]:
-    """A line for each exchange and topology, of the replica for which it is most."""
+    """One line per exchange and topology, with the maximum over replicas."""
     lines = []
     with ReplicaPool(replicas) as pool:
         joined = pool.run(_resources)
         for hierarchical in ("off", "on"):
             if hierarchical == "on" and replicas < 4:
-                continue  # a hierarchy needs two nodes of two processes
+                continue  # a hierarchical exchange needs two nodes of two processes
             everyones = pool.run(_measure_replica, elements, replicas, hierarchical)
             for kind in EXCHANGES:
                 most = {name: max(each[kind][name] for each in everyones) for name in everyones[0][kind]}
@@ -85,7 +85,7 @@ def measure(elements: int, replicas: int) -> list[dict[str, Any]]:
 
 
 def _per_node(replicas: int) -> int:
-    """Processes of a node: as many as nodes, or half of it."""
+    """Processes per node: as many as there are nodes, or half as many."""
     return 1 << ((replicas.bit_length() - 1) // 2)
 
 
@@ -128,7 +128,7 @@ def _counting(topology: Topology) -> Topology:
 def _exchange(kind: str, layout: BlockLayout, topology: Topology, value: torch.Tensor) -> dict[str, float]:
     before = sum(_storages().values())
     run = _one_bit(layout, topology, value) if kind == "1 bit" else _dense(layout, topology, value)
-    run()  # connects
+    run()  # opens the connections
     held = sum(_storages().values()) - before
     transports = [each for each in (topology.world, topology.local, topology.across) if isinstance(each, Counting)]
     for transport in transports:
@@ -164,7 +164,7 @@ def _dense(layout: BlockLayout, topology: Topology, value: torch.Tensor) -> Call
 
 
 def _storages() -> dict[int, int]:
-    """Address and bytes of the memory of all tensors that this process holds."""
+    """Address -> bytes of the storages of all tensors in this process."""
     gc.collect()
     storages = {}
     for each in gc.get_objects():
@@ -174,7 +174,7 @@ def _storages() -> dict[int, int]:
 
 
 class Temporaries(TorchDispatchMode):
-    """Notes the largest memory that operations take beside ``known`` memory."""
+    """Records the peak memory that operations allocate in addition to the ``known`` storages."""
 
     def __init__(self, known: dict[int, int]) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ HEADER = {
 
 
 def table(lines: list[dict[str, Any]]) -> list[list[str]]:
-    """The lines as text, with a header."""
+    """The lines as cells of text, with a header."""
     rows = [list(HEADER.values())]
     for line in lines:
         shown = {

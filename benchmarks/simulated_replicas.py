@@ -1,8 +1,8 @@
-"""Replicas in one process: threads that take turns, joined by transports that copy memory.
+"""Simulated replicas in one process: threads that take turns, with a transport that copies memory.
 
-A run of four small replicas needs no second core this way, and nothing waits on a network. The optimizers are those of
-the library, with all their state of their own; only the transport is another one. At any time one thread runs: a rank
-goes on until it has to wait for a collective that another has not entered, and then the next rank goes on.
+A run of four small replicas needs only one core this way, and no network. The optimizers are the library's, each with
+its own state; only the transport differs. One thread runs at a time: a rank runs until it has to wait for a collective
+that another rank has not entered; then the next rank runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class ReplicaStopped(RuntimeError):
 def run_simulated(
     work: Callable[..., Any], num_replicas: int, *args: Any, nodes: int | None = None, replica: Replica = "process"
 ) -> list[Any]:
-    """What ``work(topology, *args)`` returns on each of ``num_replicas`` ranks, by rank.
+    """Results of ``work(topology, *args)`` on each of ``num_replicas`` ranks, by rank.
 
-    ``nodes`` spreads them over nodes of equal size, for hierarchical exchanges. Ranks share torch's global random
-    numbers, so ``work`` must not draw any that matter.
+    ``nodes`` groups them into nodes of equal size, for hierarchical exchanges. Ranks share torch's global random number
+    generator, so the results of ``work`` must not depend on it.
 
     Raises:
-        Exception: what the first rank that failed raised.
+        Exception: the exception of the first rank that failed.
     """
     turns = _Turns(num_replicas)
     world = _Group(turns, list(range(num_replicas)))
@@ -52,7 +52,7 @@ def run_simulated(
     results: list[Any] = [None] * num_replicas
 
     def run(rank: int) -> None:
-        torch.set_num_threads(1)  # as a process of a ``ReplicaPool``; counts for this thread
+        torch.set_num_threads(1)  # as in a process of a ``ReplicaPool``; applies to this thread
         torch.set_flush_denormal(True)
         with turns.taken(rank):
             results[rank] = work(topology(rank), *args)
@@ -74,7 +74,7 @@ class _Turns:
     """Lets one of several threads run at a time, round robin.
 
     Attributes:
-        error: what the first thread that failed raised.
+        error: the exception of the first thread that failed.
     """
 
     def __init__(self, count: int) -> None:
@@ -87,7 +87,7 @@ class _Turns:
         self._signals[0].release()
 
     def pass_on(self, rank: int) -> None:
-        """Let the next thread run, and wait until it is this one's turn again."""
+        """Yield to the next thread, and wait for this thread's next turn."""
         following = self._running[(self._running.index(rank) + 1) % len(self._running)]
         if following == rank:
             raise ReplicaStopped("a replica waits for one that has ended")
@@ -97,7 +97,7 @@ class _Turns:
             raise ReplicaStopped
 
     def taken(self, rank: int) -> _Turn:
-        """A context in which a thread runs, from its first turn to its end."""
+        """Context manager of a thread's run, from its first turn to its end."""
         return _Turn(self, rank)
 
     def begin(self, rank: int) -> None:
@@ -121,15 +121,15 @@ class _Turn:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self._turns.end(self._rank, error)
-        return True  # raised by ``run_simulated``
+        return True  # ``run_simulated`` raises it
 
 
 class _Group:
     """Ranks that enter the same collectives in the same order.
 
     Args:
-        turns: of all threads.
-        ranks: those of this group, among all.
+        turns: the scheduler of all threads.
+        ranks: global ranks of this group.
     """
 
     def __init__(self, turns: _Turns, ranks: list[int]) -> None:
@@ -140,9 +140,9 @@ class _Group:
     def enter(
         self, rank: int, received: torch.Tensor, sent: torch.Tensor, move: Callable[[list[Any]], None]
     ) -> Callable[[], bool]:
-        """Bring a rank's buffers to its next collective; the last rank to come moves the data of all.
+        """Enter the next collective with a rank's buffers; the last rank to enter copies the data of all.
 
-        Returns a function that says whether that has been done.
+        Returns a function that is True once the collective has completed.
         """
         number = self._counts[rank]
         self._counts[rank] += 1
@@ -155,7 +155,7 @@ class _Group:
 
 
 class SimulatedTransport(Transport):
-    """``Transport`` between threads of one process, which copies at the moment when the last rank has come."""
+    """``Transport`` between threads of one process, which copies the data when the last rank enters."""
 
     def __init__(self, group: _Group, rank: int) -> None:
         super().__init__(group.ranks.index(rank), len(group.ranks))
@@ -192,10 +192,12 @@ class SimulatedTransport(Transport):
 
 
 class LoopTransport(Transport):
-    """``Transport`` of one rank of many, whose peers send what it sends itself: all its work, and no network.
+    """``Transport`` that simulates one rank of many: it receives what it sends.
+
+    The rank does all its work, without a network.
 
     Attributes:
-        collectives: that have been made.
+        collectives: number of collectives so far.
     """
 
     def __init__(self, size: int) -> None:
@@ -209,7 +211,7 @@ class LoopTransport(Transport):
         return self._loop(received, sent.view(-1))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Its own tensor is replica 0's."""
+        """No-op: its own tensor counts as replica 0's."""
 
     def _loop(self, received: torch.Tensor, row: torch.Tensor) -> Work:
         self.collectives += 1
@@ -218,9 +220,9 @@ class LoopTransport(Transport):
 
 
 def loop_topology(nodes: int, processes_per_node: int) -> Topology:
-    """That of the first of ``nodes`` times ``processes_per_node`` ranks; hierarchical where there are several of both.
+    """Topology of the first of ``nodes`` times ``processes_per_node`` ranks; hierarchical if there are several of both.
 
-    Payloads are checked, as in training.
+    Payloads are validated, as in training.
     """
     world = LoopTransport(nodes * processes_per_node)
     if nodes == 1 or processes_per_node == 1:

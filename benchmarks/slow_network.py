@@ -1,4 +1,4 @@
-"""Time to a held-out loss on slow links: this library's optimizers beside what else one would train with.
+"""Time to a held-out loss on slow links: this library's optimizers beside other data-parallel methods.
 
     python benchmarks/slow_network.py --tune          # learning rates, without hosts; once
     python benchmarks/slow_network.py --losses --seeds 0 1 2      # what is learned, without hosts
@@ -6,8 +6,8 @@
     python benchmarks/slow_network.py --advise        # what --auto chooses; needs root
     python benchmarks/slow_network.py --table         # of what was run so far
 
-Every run is appended to a file of JSON lines. What was interrupted goes on where it stopped when it is started again.
-README.md says how it is done and what the columns mean.
+Every run is appended to a file of JSON lines. An interrupted command continues with the missing runs when it is started
+again. README.md explains the method and the columns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
         names = available(arguments.contestants)
         if arguments.on_hosts and (missing := why_not()) is not None:
             raise SystemExit(f"slow hosts are network namespaces, which need root and iproute2, but {missing}")
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # hosts are removed on the way out
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that hosts are removed at exit
         prepare = [sys.executable, str(ROOT / "data" / "prepare.py"), "--output", str(arguments.data)]
         subprocess.run(prepare, check=True, stdout=subprocess.DEVNULL)
         measure(arguments, names)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def available(names: Sequence[str]) -> list[str]:
-    """The baseline and those that can be built here; says which cannot."""
+    """The baseline and the contestants that can be built here; prints those that cannot."""
     chosen = []
     for name in dict.fromkeys([BASELINE, *names]):
         if ENTRIES[name].is_available():
@@ -66,18 +66,18 @@ def available(names: Sequence[str]) -> list[str]:
 
 
 def measure(arguments: argparse.Namespace, names: list[str]) -> None:
-    """All runs that the file does not hold yet.
+    """Do all runs that are missing from the file.
 
     Raises:
-        SystemExit: some of them failed, or a learning rate is not known.
+        SystemExit: some of them failed, or a learning rate has not been tuned.
     """
     records = Records(arguments.output, {"revision": revision(), "machine": machine()})
     sweep = Sweep(records, arguments, names)
     for task in arguments.task:
         if not (arguments.tune or arguments.advise):
-            sweep.learning_rates(task)  # before anything takes time
+            sweep.learning_rates(task)  # fail early
         if arguments.size == "yardstick":
-            small_vocabulary(task, arguments.data)  # before several hosts make it
+            small_vocabulary(task, arguments.data)  # before several hosts would create it at the same time
         warm_up = [sweep.race(task, name, ANY_RATE) for name in [ALONE, *names]]
         with Lab(arguments.hosts, arguments.data, warm_up, hosts=arguments.on_hosts) as lab:
             if arguments.tune:
@@ -102,21 +102,21 @@ class Sweep:
         self._names = names
 
     def tune(self, lab: Any, task: str) -> None:
-        """Runs with seed 0 until each contestant's best learning rate is known."""
+        """Run learning rates with seed 0 until each contestant's best is known."""
         for name in self._names:
             while rates := self._tuning(task).missing(name):
                 if not all([self._result(lab, self.race(task, name, rate)) for rate in rates]):
                     break
 
     def learn(self, lab: Any, task: str) -> None:
-        """Whole runs without hosts with every seed, for the losses; times are put together from timed steps."""
+        """Whole runs without hosts with every seed, for the losses; their times are composed from timed steps."""
         learning_rates = self.learning_rates(task)
         for seed in self._arguments.seeds:
             for name in self._names:
                 self._result(lab, self.race(task, name, learning_rates[name], seed=seed))
 
     def compete(self, lab: Any, task: str) -> None:
-        """Some timed steps of everybody at every rate, then whole runs at the profiles' rates and those of --whole."""
+        """Timed steps of every contestant at every rate, then whole runs at the rates of the profiles and --whole."""
         arguments = self._arguments
         learning_rates = self.learning_rates(task)
         profiles = [self._profile(lab, task, share) for share in arguments.find_profile]
@@ -135,7 +135,7 @@ class Sweep:
                     self._result(lab, run)
 
     def advise(self, lab: Any, task: str) -> None:
-        """What ``--auto`` chooses at every rate."""
+        """Record what ``--auto`` chooses at every rate."""
         for rate in self._arguments.rates:
             run = self.race(task, OURS[0], ANY_RATE, rate=rate, evaluations=0)
             description = dataclasses.asdict(run)
@@ -144,7 +144,7 @@ class Sweep:
                 self._say(run, line["reason"])
 
     def learning_rates(self, task: str) -> dict[str, float]:
-        """By contestant.
+        """Learning rate of each contestant.
 
         Raises:
             SystemExit: one has not been tuned.
@@ -161,7 +161,7 @@ class Sweep:
         return {name: rate for name, rate in best.items() if rate is not None}
 
     def race(self, task: str, name: str, learning_rate: float, **changes: Any) -> Race:
-        """A run as the arguments say, but for ``changes``."""
+        """A run with the settings of the command line, except for ``changes``."""
         arguments = self._arguments
         run = Race(
             task=task,
@@ -197,7 +197,7 @@ class Sweep:
         return str(line["rate"])
 
     def _result(self, lab: Any, run: Race) -> bool:
-        """Measure it unless the file holds it; whether it holds it now."""
+        """Measure a run unless the file holds it; True if it holds it then."""
         description = dataclasses.asdict(run)
         if any(line.get("run") == description and same_links(line) for line in self._records.lines):
             return True
@@ -221,7 +221,7 @@ class Sweep:
 
 
 def interleaved(rates: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Every contestant at every rate, so that neighbours in time differ in both, and a drift touches all alike."""
+    """Every contestant at every rate, ordered so that consecutive runs differ in both and drift affects all alike."""
     for turn in range(len(rates)):
         for index, name in enumerate(names):
             yield rates[(index + turn) % len(rates)], name

@@ -1,4 +1,4 @@
-"""What ``--auto`` chooses on the hosts, by measuring their links as it would at the start of a run."""
+"""The choice of ``--auto`` on the hosts, from measuring their links as at the start of a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megatron01.training.step import LossModule
 
 
 def advise(run: Race, data: str) -> dict[str, Any]:
-    """What is advised for the model and the length of ``run``, as one of the replicas of torch.distributed's group.
+    """The choice for the model and length of ``run``; called on each replica of torch.distributed's default group.
 
-    Gradients travel in bf16 whatever is chosen, as those of the contestants do.
+    Gradients are sent in bf16 whatever is chosen, as by the contestants.
 
     Returns:
         chosen: the settings that ``--auto`` decides on, by name.
-        reason: the line that it says.
+        reason: the line that it prints.
     """
     workload = workload_of(run)
     config = convergence_run.build_config(workload, Path(data))
@@ -39,7 +39,7 @@ def advise(run: Race, data: str) -> dict[str, Any]:
     )
     model = convergence_run.build_model(config)
     loss_module = LossModule(model)
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each on a host of its own
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each replica is on its own host
     place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     with initialize(LaunchEnvironment.read({**alone, **place}), config.distributed) as group:
         settings, reason = autotune.choose(

@@ -1,8 +1,8 @@
-"""Hosts on one Linux machine whose links are as slow as one likes.
+"""Simulated hosts on one Linux machine with bandwidth caps on their links.
 
 A token bucket at each end of a link caps what a host sends and what it receives. Both buckets are small, so that short
-messages are held to the rate too; what TCP hands over in larger pieces they cut into frames of 1500 bytes (from 100
-Mbit/s on, into pieces of 16 KiB, which count with one header each). No delay is added. Needs root and iproute2.
+messages are limited to the rate too; larger TCP segments are cut into frames of 1500 bytes (from 100 Mbit/s on, into
+pieces of 16 KiB, which count with one header each). No delay is added. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _SMALLEST_BUCKET = 3100  # bytes: two frames
 _BUCKET_SECONDS = 0.00025
 _FAST = 100e6
 _SUPER_FRAME = 16384  # bytes
-_QUEUE_BYTES = 16 << 20  # collectives lose nothing
+_QUEUE_BYTES = 16 << 20  # large enough that collectives lose no packets
 _SETTINGS = {
-    "ipv6/conf/all/disable_ipv6": "1",  # an idle link carries nothing
-    "ipv4/tcp_sack": "0",  # all headers are of one length
-    "ipv4/tcp_early_retrans": "0",  # a busy machine is late; that is no loss
-    "ipv4/tcp_no_metrics_save": "1",  # no run depends on the one before
+    "ipv6/conf/all/disable_ipv6": "1",  # no traffic on an idle link
+    "ipv4/tcp_sack": "0",  # all headers have the same length
+    "ipv4/tcp_early_retrans": "0",  # late packets on a busy machine are not losses
+    "ipv4/tcp_no_metrics_save": "1",  # no metrics are carried over between runs
     "ipv4/tcp_slow_start_after_idle": "0",
 }
 
 
 def bits_per_second(rate: str) -> float | None:
-    """Of a rate such as 50mbit or 1.5gbit; None for ``unlimited``.
+    """Bits per second of a rate such as 50mbit or 1.5gbit; None for ``unlimited``.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is not a rate.
     """
     if rate == UNLIMITED:
         return None
@@ -54,7 +54,7 @@ def bits_per_second(rate: str) -> float | None:
 
 @dataclass(frozen=True)
 class Enter:
-    """Moves the process that calls it to the host of its rank, and tells gloo to use that host's interface."""
+    """Moves the calling process to the host of its rank, and makes gloo use that host's interface."""
 
     namespaces: tuple[str, ...]
 
@@ -66,18 +66,18 @@ class Enter:
 
 
 class Hosts(SwitchedHosts):
-    """``number`` hosts without caps at first; a context manager."""
+    """``number`` hosts, initially without caps; a context manager."""
 
     def __init__(self, number: int) -> None:
         super().__init__(_PREFIX, _NETWORK, number)
 
     @property
     def enter(self) -> Enter:
-        """What a process calls with its rank to be on that host."""
+        """A function that moves the calling process to the host of the rank that it is given."""
         return Enter(tuple(self.namespaces))
 
     def cap(self, rate: str) -> None:
-        """Let no host send, and none receive, faster than ``rate``."""
+        """Cap the bandwidth that each host sends and receives at ``rate``."""
         bits = bits_per_second(rate)
         for host, name in enumerate(self.namespaces):
             for namespace, interface in ((name, INTERFACE), (self.switch, self.port(host))):
@@ -96,15 +96,16 @@ class Hosts(SwitchedHosts):
         super()._create()
         for host, name in enumerate(self.namespaces):
             run_ip("-n", name, "link", "set", INTERFACE, "gso_max_size", str(_SUPER_FRAME))
-            # nothing is ever lost, so what is late is not to be sent again soon; and what this machine prefers for
-            # congestion control does not count (bbr, which guesses a rate for each peer, fills such links less well)
+            # no packets are lost, so a long minimum time-out avoids needless retransmissions; congestion control is
+            # set, whatever this machine's default (bbr, which estimates a rate for each peer, fills such links less
+            # well)
             network = f"{_NETWORK}.0/24 dev {INTERFACE} src {self.address(host)} proto kernel scope link".split()
             run_ip("-n", name, "route", "replace", *network, "rto_min", "1s", "congctl", CONGESTION_CONTROL)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What an interface has sent: bytes of frames with their headers, frames, and segments that TCP sent again."""
+    """Traffic that an interface has sent: bytes of frames with headers, frames, and retransmitted TCP segments."""
 
     bytes: int = 0
     frames: int = 0
@@ -112,7 +113,7 @@ class Sent:
 
     @staticmethod
     def so_far() -> Sent:
-        """By the interface of the host that this process is on; nothing where it is on none."""
+        """Traffic so far of this process's host; zero if it is on none."""
         for line in Path("/proc/self/net/dev").read_text().splitlines():
             name, _, numbers = line.partition(":")
             if name.strip() == INTERFACE:
@@ -122,7 +123,7 @@ class Sent:
 
     @property
     def payload(self) -> int:
-        """Bytes without headers. Counted right for frames that a token bucket let through, and for longer ones."""
+        """Bytes without headers. Correct for frames that a token bucket let through, and for longer ones."""
         return self.bytes - HEADER_BYTES * self.frames
 
     def __add__(self, other: Sent) -> Sent:
@@ -133,7 +134,7 @@ class Sent:
 
 
 def _burst(bits: float) -> int:
-    """Bytes that may pass at once: few, but at a high rate as many as TCP hands over at once, to spare the cores."""
+    """Burst size of the token bucket: small, but at high rates as large as TCP's segments, to save CPU time."""
     return max(_SMALLEST_BUCKET if bits < _FAST else 2 * _SUPER_FRAME, round(bits / 8 * _BUCKET_SECONDS))
 
 

@@ -1,4 +1,4 @@
-"""Replicas on slow hosts that stay for all runs, what they measure together, and the file that keeps it."""
+"""The replicas on slow hosts, which serve all runs; their joint measurements; and the file of records."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _PROFILE_TOLERANCE = 0.01
 
 
 class Lab:
-    """``replicas`` processes, each on a host of its own; a context manager.
+    """``replicas`` processes, each on its own host; a context manager.
 
     Args:
         data: folder of the prepared text.
-        warm_up: a run of each contestant that is to come. They take some steps before anything is measured, so that
-            what is compiled, loaded and connected when it is first used is there.
-        hosts: otherwise the processes are on this machine's own network.
+        warm_up: one run per contestant. They take some steps before anything is measured, so that compiling, loading
+            and connecting on first use are not measured.
+        hosts: without it, the processes are on this machine's own network.
     """
 
     def __init__(self, replicas: int, data: Path, warm_up: list[Race], *, hosts: bool) -> None:
@@ -62,12 +62,12 @@ class Lab:
         self._stack.close()
 
     def measure(self, run: Race) -> dict[str, Any]:
-        """What a run gives, as ``slow_network_run.race`` says: bytes are the mean over replicas, the rest replica 0's.
+        """Do a run (``slow_network_run.race``): bytes are means over replicas, the other results replica 0's.
 
-        With ``link_bits``: frames per second, in bits, that a host could send just before.
+        Adds ``link_bits``: bits of frames per second that a host could send just before.
 
         Raises:
-            ReplicaFailed: it failed; the replicas have been started anew.
+            ReplicaFailed: it failed; the replicas have been restarted.
         """
         link, results = self._run(race, run)
         counted = [name for name in results[0] if name.endswith("_bytes")]
@@ -78,14 +78,14 @@ class Lab:
         """What ``--auto`` chooses for this model, length and rate: see ``slow_network_advice``.
 
         Raises:
-            ReplicaFailed: as ``measure``.
+            ReplicaFailed: as for ``measure``.
         """
         link, results = self._run(advise, run)
         assert all(result["chosen"] == results[0]["chosen"] for result in results)
         return {**link, **results[0]}
 
     def _run(self, work: Callable[[Race, str], Any], run: Race) -> tuple[dict[str, Any], list[Any]]:
-        """What is known of the links at the run's rate, and what ``work`` gives on each replica."""
+        """The measured link rate and congestion control, and the results of ``work`` on each replica."""
         try:
             link: dict[str, Any] = {}
             if self._hosts is not None:
@@ -104,7 +104,7 @@ class Lab:
             self._pool.run(race, run, self._data)
 
     def _set_rate(self, rate: str) -> float:
-        """Cap the links, and send something over them until it arrives at this rate, which a busy machine may not."""
+        """Cap the links, and test them until data arrives at this rate, which a busy machine may not reach."""
         assert self._hosts is not None
         self._hosts.cap(rate)
         wanted = bits_per_second(rate)
@@ -119,9 +119,9 @@ class Lab:
 
 
 def find_profile(lab: Lab, run: Race, share: float) -> tuple[str, float]:
-    """The cap at which the baseline exchanges for this share of a step, and the share that was measured there.
+    """The cap at which the exchange takes this share of the baseline's step time, and the share measured there.
 
-    Exchanging is what a step takes beyond one without any exchange; ``run`` says of which model.
+    The time of the exchange is the difference to a step without one; ``run`` names the model.
     """
     short = dataclasses.replace(run, steps=_PROFILE_STEPS, evaluations=0)
 
@@ -144,16 +144,16 @@ def find_profile(lab: Lab, run: Race, share: float) -> tuple[str, float]:
             best, best_share = rate, measured
         if abs(measured - share) <= _PROFILE_TOLERANCE:
             break
-        # what is exchanged takes a time that goes with 1 / cap
+        # the time of the exchange is proportional to 1 / cap
         cap *= max(step - alone, 0.1 * alone) / (alone * share / (1 - share))
     return best, best_share
 
 
 class Records:
-    """A file of JSON lines, one for each run or profile that was measured."""
+    """A file of JSON lines, one per measured run or profile."""
 
     def __init__(self, path: Path, common: dict[str, Any]) -> None:
-        """``common``: what every line of this session holds."""
+        """``common``: fields of every line that this process writes."""
         self._path = path
         self._common = common
         self.lines = read_records(path)
@@ -164,7 +164,7 @@ class Records:
 
     def add(self, line: dict[str, Any]) -> dict[str, Any]:
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        # as it will be read again
+        # the same as when it is read from the file
         line = json.loads(json.dumps({**line, "date": date, "load": os.getloadavg()[0], **self._common}))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a") as file:

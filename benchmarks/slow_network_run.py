@@ -1,4 +1,4 @@
-"""One run of one contestant over the hosts: what it learns, how long that takes, and what it sends."""
+"""One run of one contestant on the hosts: its loss curve, its times and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNLIMITED_TRANSFER_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Race:
-    """What decides the outcome of a run; two that are equal here are one.
+    """Settings that determine the result of a run; also its key in the file of records.
 
     Attributes:
         task: gpt2 or bert.
@@ -36,10 +36,11 @@ class Race:
         learning_rate: the peak.
         seed: of the initial weights and the order of the text.
         steps: micro-batches of each replica.
-        replicas: hosts.
-        size: of the model.
-        rate: of the links, as ``slow_network_hosts.bits_per_second`` reads it; ``NO_HOSTS``: only processes.
-        evaluations: on held-out text, at equal distances, the last one at the end; 0: only times are of interest.
+        replicas: number of hosts.
+        size: name of the model size.
+        rate: bandwidth cap, as ``slow_network_hosts.bits_per_second`` reads it; ``NO_HOSTS``: processes without hosts.
+        evaluations: number of evaluations on held-out text, evenly spaced, the last one at the end; 0 to measure times
+            only.
     """
 
     task: str
@@ -54,9 +55,9 @@ class Race:
 
 
 class Clock:
-    """Seconds and traffic of this host between ``start`` and ``stop``, over all such intervals.
+    """Seconds and traffic of this host, summed over all intervals between ``start`` and ``stop``.
 
-    All hosts start together, and nobody stops before the last has arrived.
+    Both begin with a barrier of all hosts.
     """
 
     def __init__(self) -> None:
@@ -75,11 +76,11 @@ class Clock:
 
 
 def race(run: Race, data: str) -> dict[str, Any]:
-    """Train as one of the replicas of torch.distributed's default group; the clock stands still during evaluations.
+    """Train as one of the replicas of torch.distributed's default group; the clock is stopped during evaluations.
 
     Returns:
         curve: [step, seconds, held-out loss, steps so far by kind] at each evaluation. The loss is None where it is not
-            finite; the curve ends where training stopped because gradients were not.
+            finite; the curve ends early if training stopped because of gradients that were not.
         seconds, formula_bytes, frame_bytes, payload_bytes, resent: of the whole run and this replica.
         kinds: number of steps of each kind, and their mean seconds on this replica, without the run's first step.
         parameters: of the model.
@@ -140,10 +141,10 @@ def race(run: Race, data: str) -> dict[str, Any]:
 
 
 def transfer(rate: str) -> float:
-    """Bits per second of frames that this host sends to the next while it receives as much from the one before."""
+    """Bits of frames per second that this host sends to the next while it receives from the previous one."""
     bits = bits_per_second(rate)
     payload = UNLIMITED_TRANSFER_BYTES if bits is None else math.ceil(bits / 8 * TRANSFER_SECONDS)
-    _pass_on(1 << 14)  # connections are made when they are needed first
+    _pass_on(1 << 14)  # connections are opened on first use
     clock = Clock()
     clock.start()
     _pass_on(payload)
@@ -152,7 +153,7 @@ def transfer(rate: str) -> float:
 
 
 def _pass_on(payload: int) -> None:
-    """Send so many bytes to the next replica and receive those of the one before."""
+    """Send ``payload`` bytes to the next replica and receive as many from the previous one."""
     rank, replicas = dist.get_rank(), dist.get_world_size()
     receiving = dist.irecv(torch.empty(payload, dtype=torch.uint8), (rank - 1) % replicas)
     dist.send(torch.zeros(payload, dtype=torch.uint8), (rank + 1) % replicas)
@@ -161,7 +162,7 @@ def _pass_on(payload: int) -> None:
 
 
 def workload_of(run: Race) -> convergence_run.Run:
-    """The run in the words of ``convergence.py``."""
+    """The corresponding run of ``convergence.py``."""
     chosen = entry(run.contestant)
     return convergence_run.Run(
         task=run.task,

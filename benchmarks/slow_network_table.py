@@ -1,4 +1,4 @@
-"""From the records of the benchmark to Markdown."""
+"""Markdown tables of the benchmark's records."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Line = dict[str, Any]
 
 
 def report(lines: Sequence[Line], margins: Sequence[float]) -> str:
-    """Tables of everything that was run; the losses to be reached lie ``margins`` above the baseline's at the end."""
+    """Tables of all runs; the target losses lie ``margins`` above the baseline's final loss."""
     parts = ["# Last results of slow_network.py\n"]
     for setting in settings(lines, margins):
         parameters, control = setting.parameters / 1e6, setting.congestion_control
@@ -44,9 +44,9 @@ def report(lines: Sequence[Line], margins: Sequence[float]) -> str:
 
 
 def settings(lines: Sequence[Line], margins: Sequence[float]) -> list[Setting]:
-    """Every task, model, length and kind of links of which there are whole runs, or losses and steps on links.
+    """Every task, model, length and kind of links with whole runs, or with losses and timed steps on links.
 
-    Losses alone need the baseline's among them, by which all others are measured.
+    With losses alone, those of the baseline must be among them, as all others are compared with it.
     """
     runs = [line for line in lines if "run" in line and line["run"]["rate"] != NO_HOSTS]
     whole = [line for line in runs if line["run"]["evaluations"]]
@@ -72,12 +72,12 @@ def settings(lines: Sequence[Line], margins: Sequence[float]) -> list[Setting]:
 
 
 def same_links(line: Line) -> bool:
-    """Whether a record's links were as they are now, or it had none."""
+    """True if a record's links were configured as now, or it had none."""
     return line["run"]["rate"] == NO_HOSTS or line.get("congestion_control", BEFORE) == CONGESTION_CONTROL
 
 
 def expected_seconds(lines: Iterable[Line], run: Race) -> float | None:
-    """What a whole run would take, going by timed steps at the same rate; None without any."""
+    """Estimated time of a whole run, from timed steps at the same rate; None without any."""
     for line in lines:
         if "run" not in line or line["run"]["evaluations"] or not same_links(line):
             continue
@@ -90,13 +90,13 @@ def expected_seconds(lines: Iterable[Line], run: Race) -> float | None:
 
 @dataclass
 class Times:
-    """What a contestant does at a rate, in one curve for each seed; measured, or put together from timed steps."""
+    """Loss curves over time of a contestant at a rate, one per seed; measured, or composed from timed steps."""
 
     curves: list[Curve]
     is_measured: bool
 
     def to(self, loss: float) -> float | None:
-        """Mean seconds; None if a seed does not get there."""
+        """Mean seconds to a loss; None if a seed does not reach it."""
         seconds = [seconds_to(curve, loss) for curve in self.curves]
         return None if None in seconds else mean(second for second in seconds if second is not None)
 
@@ -106,7 +106,7 @@ class Times:
 
     @property
     def origin(self) -> str:
-        """In words."""
+        """Origin of the curves in words: whole or timed runs, and the number of seeds."""
         seeds = f", {len(self.curves)} seeds" if len(self.curves) > 1 else ""
         return ("whole" if self.is_measured else "timed") + seeds
 
@@ -120,13 +120,13 @@ class Times:
 
 
 class Setting:
-    """The runs of one task, model and length, and of one kind of links.
+    """The runs of one task, model, length and kind of links.
 
     Args:
-        whole, timed: on hosts.
-        profiles: what the baseline was to exchange, by rate.
-        margins: of the losses to be reached.
-        without_hosts: whole runs whose times do not count.
+        whole, timed: runs on hosts.
+        profiles: target share of the exchange in the baseline's step, by rate.
+        margins: of the target losses.
+        without_hosts: whole runs of which only the losses count.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Setting:
         return parts
 
     def times(self, name: str, rate: str) -> Times | None:
-        """Of whole runs where there are any, else put together from the curve of another rate and timed steps."""
+        """Times of whole runs if there are any, else composed from the curve of another rate and timed steps."""
         measured = [line["curve"] for line in self.whole if _place(line) == (name, rate) and line["curve"]]
         if measured:
             return Times(measured, is_measured=True)
@@ -186,12 +186,12 @@ class Setting:
         return Times(curves, is_measured=False) if len(curves) == len(by_seed) else None
 
     def kinds(self, name: str, rate: str) -> Kinds | None:
-        """Of timed steps; the last ones, if there are several."""
+        """Step times by kind, from the latest timed steps."""
         found = [line["kinds"] for line in self.timed if _place(line) == (name, rate)]
         return found[-1] if found else None
 
     def _share(self, rate: str) -> float | None:
-        """Of the baseline's step that is spent on the exchange."""
+        """Share of the exchange in the baseline's step time."""
         alone, step = self.kinds(ALONE, rate), self.kinds(BASELINE, rate)
         return None if alone is None or step is None else 1 - alone["local"][1] / step["full"][1]
 
@@ -244,7 +244,7 @@ class Setting:
         return markdown([*header, "at the end", "s", "MB by formula", "MB counted", "with headers"], rows)
 
     def _goals(self, rate: str) -> str:
-        """How 0/1 Adam compares with those that it is to beat, at each of the losses."""
+        """Speed-up of 0/1 Adam over the contestants with goals, at each target loss."""
         rivals = [*GOALS, *(name for name in self._names if name.startswith("deepspeed_zero_one"))]
         lines = [
             *(line for ours in OURS for line in self._comparisons(ours, rivals, rate)),
@@ -253,7 +253,7 @@ class Setting:
         return "\n".join(lines)
 
     def _comparisons(self, ours: str, rivals: Sequence[str], rate: str) -> Iterator[str]:
-        """A line for each of the losses."""
+        """One line per target loss."""
         own = self.times(ours, rate)
         if own is None:
             return
@@ -307,7 +307,7 @@ class Setting:
         return markdown(["contestant", *self.rates], rows)
 
     def _checks(self) -> str:
-        """How far counters are from formulas, and times that were put together from those of whole runs."""
+        """Differences between counted bytes and formulas, and between composed times and those of whole runs."""
         parts = []
         traffic = [
             (line["payload_bytes"] / line["formula_bytes"] - 1, line)
@@ -336,20 +336,20 @@ class Setting:
 
 
 def _setting(line: Line) -> tuple[Any, ...]:
-    """Runs without hosts belong to what is measured now."""
+    """Key of a line's setting; runs without hosts belong to the present kind of links."""
     run = line["run"]
     control = CONGESTION_CONTROL if run["rate"] == NO_HOSTS else line.get("congestion_control", BEFORE)
     return (*(run[key] for key in ("task", "replicas", "size", "steps")), control)
 
 
 def _is_of(line: Line, setting: tuple[Any, ...]) -> bool:
-    """Whether timed steps, of whatever number, are of a setting."""
+    """True if timed steps, of any number, belong to a setting."""
     own = _setting(line)
     return own[:3] == setting[:3] and own[4] == setting[4]
 
 
 def _best(lines: Sequence[Line]) -> list[Line]:
-    """Of runs that differ in their learning rates, those with the rate that is best with the first seed."""
+    """The runs at each contestant's best learning rate, by the loss of the first seed."""
     found: dict[tuple[Any, ...], tuple[float, float]] = {}
     for line in lines:
         run = line["run"]
@@ -389,7 +389,7 @@ def _loss(loss: float | None) -> str:
 
 
 def _traffic(lines: Sequence[Line]) -> list[str]:
-    """Of one host, by formula, and counted without and with headers."""
+    """MB sent by one host: by formula, and counted without and with headers."""
     if not lines:
         return ["", "", ""]
     names = ("formula_bytes", "payload_bytes", "frame_bytes")
@@ -398,7 +398,7 @@ def _traffic(lines: Sequence[Line]) -> list[str]:
 
 
 def _origin(lines: Sequence[Line]) -> list[str]:
-    """Where and when the runs were made."""
+    """Machine, commit and date of the runs."""
     if not lines:
         return []
     machines, revisions = (", ".join(sorted({line[key] for line in lines})) for key in ("machine", "revision"))

@@ -1,4 +1,4 @@
-"""From curves of held-out loss to times: when a loss is reached, what it is at a time, where a method stops to pay."""
+"""Evaluation of loss curves: time to a loss, loss at a time, and the link rate at which a method stops paying off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kinds = dict[str, Sequence[float]]
 
 
 def seconds_to(curve: Curve, loss: float) -> float | None:
-    """When ``loss`` is reached first, on straight lines between evaluations; None if it never is."""
+    """Time at which ``loss`` is first reached, interpolated linearly between evaluations; None if it never is."""
     before: tuple[float, float] | None = None
     for _, seconds, value, _ in curve:
         if value is None:
@@ -34,10 +34,10 @@ def loss_at(curve: Curve, seconds: float) -> float | None:
 
 
 def composed(curve: Curve, kinds: Kinds) -> list[tuple[Any, ...]] | None:
-    """The curve with the seconds that its steps take where each kind takes what ``kinds`` says; None if one is unknown.
+    """The curve with seconds composed from the step times in ``kinds``; None if a kind is missing.
 
-    What is learned by a step does not depend on the rate of the links. A kind joined of others by + takes what they
-    take together, if it is not known itself.
+    The loss after a step does not depend on the link rate. A kind joined by + takes the sum of its parts, if it has no
+    time of its own.
     """
     seconds = {kind: value for kind, (_, value) in kinds.items()}
     for kind in {kind for *_, counts in curve for kind in counts}:
@@ -52,16 +52,16 @@ def composed(curve: Curve, kinds: Kinds) -> list[tuple[Any, ...]] | None:
 
 
 def crossover(rates: Sequence[float], gains: Sequence[float]) -> float | None:
-    """The rate above which a method stops to pay: from where on its gain is below 1.
+    """The link rate above which a method stops paying off: its gain falls below 1.
 
-    Between two rates, gain and rate are taken to lie on a straight line of their logarithms.
+    Between two rates, the gain is interpolated linearly in the logarithms of gain and rate.
 
     Args:
-        rates: bits per second, rising.
-        gains: how many times sooner than the baseline it reaches the loss, at each rate.
+        rates: bits per second, ascending.
+        gains: speed-up in the time to the loss over the baseline, at each rate.
 
     Returns:
-        None if it pays at the highest rate, 0 if it does not pay at any.
+        None if it pays off at the highest rate, 0 if it pays off at none.
     """
     assert len(rates) == len(gains) > 0
     if gains[-1] >= 1:

@@ -1,7 +1,7 @@
 """The learning rate of each contestant: the best of a grid with seed 0, by the held-out loss at the end.
 
-The middle of the grid is tried first, then the neighbours of the best so far, until the best lies between two that are
-known to be worse, or at an end of the grid.
+The middle of the grid is tried first, then the neighbours of the best so far, until both neighbours of the best are
+worse, or the best is at an end of the grid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SEED = 0
 
 
 def grid(size: str) -> tuple[float, ...]:
-    """Learning rates that are tried with a model of this size: as finely as ``convergence.py`` does."""
+    """Learning rates to try for a model of this size, with the grid spacing of ``convergence.py``."""
     return ROOT_TWO_GRID if size == "yardstick" else GRID
 
 
@@ -26,15 +26,15 @@ class Tuning:
 
     Args:
         lines: of this benchmark's own file.
-        convergence: of the file of ``convergence.py``, from which the runs of the same optimizer are taken, whatever
-            the type in which its full gradients travelled.
+        convergence: lines of the file of ``convergence.py``, from which runs of the same optimizer are taken, whatever
+            the type in which their gradients were sent in full steps.
         setting: task, steps, replicas and size that the runs must have.
     """
 
     def __init__(self, lines: list[dict[str, Any]], convergence: list[dict[str, Any]], setting: dict[str, Any]) -> None:
         own = [line for line in lines if "run" in line and line["run"]["rate"] == NO_HOSTS]
         self._own = [line for line in own if self._fits(line["run"], setting)]
-        flat = [line for line in convergence if "nodes" not in line["run"]]  # as the hosts exchange
+        flat = [line for line in convergence if "nodes" not in line["run"]]  # flat, like the exchange between the hosts
         self._convergence = [line for line in flat if self._fits(line["run"], setting)]
         self._steps = setting["steps"]
         self.rates = grid(setting["size"])
@@ -44,7 +44,7 @@ class Tuning:
         return run["seed"] == SEED and all(run[name] == value for name, value in setting.items())
 
     def losses(self, contestant: str) -> dict[float, float]:
-        """By learning rate, of those that are known; infinite where training diverged."""
+        """Known losses by learning rate; infinite where training diverged."""
         chosen = entry(contestant)
         found: dict[float, float | None] = {}
         if not chosen.tuned_here:
@@ -60,7 +60,7 @@ class Tuning:
         return {rate: math.inf if found[rate] is None else found[rate] for rate in self.rates if rate in found}  # type: ignore[misc]
 
     def missing(self, contestant: str) -> list[float]:
-        """Learning rates to be tried next; more may follow from what they give."""
+        """Learning rates to try next; their results may call for more."""
         losses = self.losses(contestant)
         if not losses:
             return [self.rates[len(self.rates) // 2]]
@@ -68,7 +68,7 @@ class Tuning:
         return [rate for rate in self.rates[max(0, best - 1) : best + 2] if rate not in losses]
 
     def best(self, contestant: str) -> float | None:
-        """None before its neighbours have been tried."""
+        """The best learning rate; None before its neighbours have been tried."""
         losses = self.losses(contestant)
         return min(losses, key=losses.__getitem__) if losses and not self.missing(contestant) else None
 

@@ -1,9 +1,9 @@
-"""Where time and memory of a training step go, with 0/1 Adam and with Adam.
+"""Time and memory of a training step by part, with 0/1 Adam and with Adam.
 
     python benchmarks/step.py --size base --steps 3 --json result.json
 
 Prints Markdown: the phases of a step, the optimizer's arithmetic against torch's fused AdamW, and bytes per parameter.
-Linux only, as it reads /proc. What the columns mean stands in README.md.
+Linux only, as it reads /proc. README.md explains the columns.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def sizes_of(model: str) -> str:
 
 
 def machine() -> str:
-    """Processor, torch version and date in words."""
+    """Processor, torch version and date as text."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     processor = models[0].partition(":")[2].strip() if models else os.uname().machine
     return f"{os.cpu_count()}-core {processor}, torch {torch.__version__}, {datetime.date.today()}"
@@ -94,7 +94,7 @@ def busy_cores(seconds: float = 1.0) -> float:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown, first column to the left and all others to the right."""
+    """Markdown table, first column left-aligned and all others right-aligned."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
@@ -166,7 +166,7 @@ def family_table(result: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def memory_table(workload: Workload, result: dict[str, Any]) -> str:
-    """Bytes per parameter by buffer, their sum, and what the process really used."""
+    """Bytes per parameter by buffer, their sum, and the measured memory of the process."""
     parameters, replicas, buffers = result["parameters"], result["replicas"], result["buffers"]
     state = sum(size for name, size in buffers.items() if name in memory.STATE)
     known = sum(buffers.values())

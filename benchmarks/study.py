@@ -3,8 +3,8 @@
     python benchmarks/study.py                                            # results/pretrain_and_finetune.jsonl
     python benchmarks/study.py --records runs/evidence/records.jsonl --docs runs/evidence/docs
 
-Every number and sentence comes from a record: DOCS/study.md, figures and the page of ``megatron01 compare`` in
-DOCS/study, and loss against bytes and against time, light and dark, in DOCS/pictures.
+Every number and sentence comes from the records. Writes DOCS/study.md; figures and the page of ``megatron01 compare``
+in DOCS/study; and loss against bytes and against time, light and dark, in DOCS/pictures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ THEMES = {"light": ("#24292f", "#d0d7de"), "dark": ("#e6edf3", "#444c56")}
 
 
 def table(evidence: Evidence) -> str:
-    """The comparison as Markdown, made of what is there, and what is missing."""
+    """The comparison as Markdown, made from the available records, with a list of the missing ones."""
     parts, missing = [], []
     for kind, title in KINDS.items():
         if getattr(evidence.spec, kind) is None:
@@ -65,7 +65,7 @@ def _notes(evidence: Evidence) -> list[str]:
 
 
 def of_training(evidence: Evidence, kind: str) -> str:
-    """What training came to and what it sent: a row for each rate that all seeds were run with."""
+    """Table of losses and traffic of training: one row for each learning rate that all seeds were run with."""
     best, records = evidence.best_rate(kind, evidence.baseline), evidence.of_chosen(kind)
     baseline = records.get(evidence.baseline, {}).get(best or 0.0, {})
     score = "wrong, %" if kind == "digits" else "held-out loss"
@@ -91,14 +91,14 @@ def of_training(evidence: Evidence, kind: str) -> str:
 
 
 def pace(evidence: Evidence, kind: str) -> float:
-    """Seconds of computing a step: those of the baseline's quickest run (of any optimizer's, without that)."""
+    """Compute time of a step, from the baseline's fastest run (any optimizer's fastest if there is none)."""
     runs = [run for run, record in evidence.records.items() if run.kind == kind and record["score"] is not None]
     of_baseline = [run for run in runs if run.optimizer == evidence.baseline] or runs
     return min(evidence.records[run]["seconds"] / evidence.records[run]["steps"] for run in of_baseline)
 
 
 def of_use(evidence: Evidence, kind: str) -> list[str]:
-    """What the models can do, at each optimizer's own best rate."""
+    """Downstream results at each optimizer's own best learning rate."""
     records = evidence.of_chosen(kind)
     of_best = {name: by_rate.get(evidence.best_rate(kind, name) or 0.0, {}) for name, by_rate in records.items()}
     columns = {name: _uses(by_seed) for name, by_seed in of_best.items()}
@@ -132,7 +132,7 @@ def of_use(evidence: Evidence, kind: str) -> list[str]:
 
 
 def _uses(by_seed: Mapping[int, Record]) -> dict[str, dict[int, float]]:
-    """Task or text -> pretraining seed -> value: of GLUE the median over fine-tuning seeds."""
+    """Task or text -> pretraining seed -> value; for GLUE the median over fine-tuning seeds."""
     found: dict[str, dict[int, float]] = {}
     for seed, record in by_seed.items():
         values = {task: median(next(iter(of.values()))) for task, of in (record.get("glue") or {}).items()}
@@ -157,7 +157,7 @@ def difference(gaps: list[float], digits: int) -> str:
 
 
 def parts(evidence: Evidence) -> dict[str, Part]:
-    """Kind -> the runs at each optimizer's best rate, compared; of what has metrics."""
+    """Kind -> comparison of the runs at each optimizer's best learning rate, of those that have metrics."""
     found = {}
     for kind in KINDS:
         runs = []
@@ -172,7 +172,7 @@ def parts(evidence: Evidence) -> dict[str, Part]:
 
 
 def page(evidence: Evidence, compared: Mapping[str, Part]) -> str:
-    """docs/study.md."""
+    """Text of docs/study.md."""
     names = ", ".join(evidence.spec.optimizers)
     of_kinds = []
     for kind, title in KINDS.items():
@@ -209,7 +209,7 @@ def page(evidence: Evidence, compared: Mapping[str, Part]) -> str:
 
 
 def _size(evidence: Evidence, kind: str) -> str:
-    """Parameters and steps of the runs, where they are known, and how much of GLUE they are fine-tuned on."""
+    """Parameters and steps of the runs, if known, and the part of GLUE that they are fine-tuned on."""
     record = next(
         record for run, record in evidence.records.items() if run.kind == kind and record["score"] is not None
     )
@@ -257,7 +257,7 @@ def _panels(part: Part) -> list[charts.Panel]:
 def draw(evidence: Evidence, kind: str, folder: Path) -> list[Path]:
     """Held-out loss against bytes and against time on a slow link, for each theme: means over the seeds.
 
-    The baseline is there twice, as it sends gradients in the precision of training: in 16 bits it would send half.
+    The baseline is drawn twice: as run, with gradients in training precision, and with half the bytes, as in 16 bits.
     """
     written = []
     for theme, (text, grid) in THEMES.items():
@@ -291,8 +291,8 @@ def _curve(records: list[Record], share: float, seconds: float) -> tuple[list[fl
     """Megabytes, minutes on a slow link, and held-out loss at each evaluation; means over runs.
 
     Args:
-        share: of what was sent that is counted.
-        seconds: of computing a step.
+        share: share of the sent bytes that is counted.
+        seconds: compute time of a step.
     """
     lines = list(zip(*(record["metrics"] for record in records), strict=True))
     sent = share * np.array([[line["comm_bytes_total"] for line in of_step] for of_step in lines])  # (e, n)
@@ -303,7 +303,7 @@ def _curve(records: list[Record], share: float, seconds: float) -> tuple[list[fl
 
 
 def write_study(evidence: Evidence, docs: Path) -> list[Path]:
-    """Everything; returns the files."""
+    """Write all pages and figures; returns the files."""
     compared, folder, pictures = parts(evidence), docs / "study", docs / "pictures"
     for path in (folder, pictures):
         path.mkdir(parents=True, exist_ok=True)
@@ -316,7 +316,7 @@ def write_study(evidence: Evidence, docs: Path) -> list[Path]:
     if compared:
         config = CompareConfig(output=folder, title=f"The study: {', '.join(evidence.spec.optimizers)}", png=False)
         written += write(list(compared.values()), config, [])
-        # of the models with the most runs the last
+        # the last of the models with the most runs
         most = max(reversed(compared), key=lambda kind: sum(run.kind == kind for run in evidence.records))
         written += draw(evidence, most, pictures)
     return written

@@ -1,4 +1,4 @@
-"""Some hosts on one Linux machine: network namespaces on a switch.
+"""Simulated hosts on one Linux machine: network namespaces joined by a switch.
 
     host 0: eth0 10.88.0.1 --- p0 [switch: a bridge in a namespace of its own] p1 --- eth0 10.88.0.2: host 1 ...
 
@@ -22,7 +22,7 @@ _NEW_NETWORK = 0x40000000
 
 
 def why_not() -> str | None:
-    """What this machine or user lacks to make hosts, if anything."""
+    """The reason why this machine or user cannot create hosts; None if it can."""
     if os.geteuid() != 0:
         return "this user is not root"
     missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
@@ -30,12 +30,12 @@ def why_not() -> str | None:
 
 
 def address_of(host: int, network: str) -> str:
-    """IPv4 address of a host in a network, of which ``network`` is the first three numbers."""
+    """IPv4 address of a host in a network, given by its first three numbers."""
     return f"{network}.{host + 1}"
 
 
 def enter(namespace: str) -> None:
-    """Move the process that calls this to a host."""
+    """Move the calling process to a host."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(_NAMESPACES / namespace) as file:
         if libc.setns(file.fileno(), _NEW_NETWORK):
@@ -43,26 +43,26 @@ def enter(namespace: str) -> None:
 
 
 def remove_left_overs(prefix: str) -> None:
-    """Remove hosts of processes that were killed."""
+    """Remove the hosts of killed processes."""
     for namespace in _NAMESPACES.glob(f"{prefix}*-*"):
         process = namespace.name.removeprefix(prefix).split("-")[0]
         if process.isdecimal() and not Path("/proc", process).exists():
             _remove(namespace.name)
-            namespace.unlink(missing_ok=True)  # a mount of another mount namespace leaves its place
+            namespace.unlink(missing_ok=True)  # left behind by a mount in another mount namespace
 
 
 class SwitchedHosts:
     """The hosts; a context manager.
 
     Args:
-        prefix: what their namespaces' names begin with; the number of this process follows.
+        prefix: prefix of their namespaces' names; the id of this process follows.
         network: the first three numbers of their addresses.
-        count: how many.
-        number: tells hosts of one process apart.
+        count: number of hosts.
+        number: distinguishes several sets of hosts of one process.
 
-    Attributes:
-        namespaces: of the hosts, by name.
-        switch: the namespace of the bridge.
+        Attributes:
+            namespaces: names of the hosts' namespaces.
+            switch: name of the bridge's namespace.
     """
 
     def __init__(self, prefix: str, network: str, count: int, number: int = 0) -> None:
@@ -97,7 +97,7 @@ class SwitchedHosts:
         for name in (self.switch, *self.namespaces):
             run_ip("netns", "add", name)
             run_ip("-n", name, "link", "set", "lo", "up")
-        bridge = ("type", "bridge", "stp_state", "0", "mcast_snooping", "0")  # which says nothing of its own
+        bridge = ("type", "bridge", "stp_state", "0", "mcast_snooping", "0")  # it sends no traffic of its own
         run_ip("-n", self.switch, "link", "add", "br0", *bridge)
         run_ip("-n", self.switch, "link", "set", "br0", "up")
         for host, name in enumerate(self.namespaces):

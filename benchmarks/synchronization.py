@@ -1,4 +1,4 @@
-"""A whole 1-bit exchange between replicas, in turn with what it replaces and with what others offer in its place."""
+"""Time of a 1-bit exchange between replicas, in turn with an fp32 all-reduce and with DeepSpeed's 1-bit exchange."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ REPLICAS = 2
 
 
 class Rival(Protocol):
-    """Something else to do with a buffer of as many elements."""
+    """An alternative to the exchange, for a buffer of the same size."""
 
     def step(self) -> dict[str, dict[str, float]]:
-        """Do it once: for each part that is compared, ``seconds`` and ``bytes_sent``, and maybe more seconds."""
+        """Run once; by compared part, its ``seconds``, ``bytes_sent``, and possibly further times."""
 
 
 def measure(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
     """Medians over turns of the slower replica's seconds, and bytes.
 
-    ``ratio`` is the median of neighbours, rival / exchange; ``best_ratio`` is that of the fastest turns, which other
-    work on the machine touches least.
+    ``ratio`` is the median paired ratio, alternative / exchange; ``best_ratio`` is that of the fastest turns, which
+    other load on the machine affects least.
     """
     rivals: dict[str, Callable[[int], Rival]] = {"adam": FP32Adam}
     result: dict[str, Any] = {"elements": elements, "replicas": REPLICAS, "rivals": {}}
@@ -74,11 +74,11 @@ def _measure(elements: int, rounds: int, build_rival: Callable[[int], Rival]) ->
         ours = exchange.step()
         dist.barrier()
         turns.append({"exchange": ours, **rival.step()})
-    return turns[1:]  # the first one loads kernels and touches memory
+    return turns[1:]  # the first is warm-up: it loads kernels and touches memory
 
 
 class OneBitExchange:
-    """Ours: from a buffer of values to the packed mean and the errors, as an optimizer uses it."""
+    """This library's exchange: from a buffer of values to the packed mean and the residuals, as in an optimizer."""
 
     def __init__(self, elements: int) -> None:
         num_blocks = -(-elements // BLOCK_SIZE)
@@ -109,7 +109,7 @@ class OneBitExchange:
 
 
 class FP32Adam:
-    """The gradient's fp32 all-reduce and torch's fused Adam on one flat tensor."""
+    """fp32 all-reduce of the gradient and torch's fused Adam, on one flat tensor."""
 
     def __init__(self, elements: int) -> None:
         self._parameter = torch.nn.Parameter(torch.zeros(elements))
@@ -124,7 +124,7 @@ class FP32Adam:
         self._gradient.div_(dist.get_world_size())
         self._adam.step()
         seconds = time.perf_counter() - start
-        # that of a ring
+        # as in a ring all-reduce
         sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * self._gradient.nbytes
         return {
             "all_reduce": {"seconds": reduced, "bytes_sent": sent},

@@ -1,4 +1,4 @@
-"""Clocks that are put around the parts of an optimizer from outside, and processes to run them in."""
+"""Timers that wrap the parts of an optimizer from outside, and processes to run them in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Stopwatch:
-    """Seconds spent in named phases. Phases nest, and time belongs to the innermost: the sum is the elapsed time."""
+    """Seconds spent in named phases. Phases nest, and time counts for the innermost: the sum is the elapsed time."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -39,7 +39,7 @@ class Stopwatch:
             self._open.pop()
 
     def time_calls(self, target: object, phase: str, *methods: str) -> None:
-        """From now on, charge what ``methods`` of this one object take to ``phase``."""
+        """From now on, count the time of this object's ``methods`` as ``phase``."""
         for name in methods:
             setattr(target, name, self._timed(getattr(target, name), phase))
 
@@ -64,7 +64,7 @@ class Stopwatch:
 
 
 class EventStopwatch(Stopwatch):
-    """Seconds of the GPU, between events on its current stream; ``read`` waits until all is done."""
+    """GPU seconds, between events on the current stream; ``read`` synchronizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ class EventStopwatch(Stopwatch):
 
 
 def stopwatch_of(device: torch.device) -> Stopwatch:
-    """The clock that suits a device."""
+    """The stopwatch for a device."""
     return EventStopwatch() if device.type == "cuda" else Stopwatch()
 
 
 def device_seconds(function: Callable[[], Any], device: torch.device, repetitions: int) -> tuple[float, float]:
-    """Median seconds of a call: on the device, and until the host is through with it. The first call does not count."""
+    """Median seconds of a call: on the device, and until it returns to the host. The first call is warm-up."""
     stopwatch, found = stopwatch_of(device), []
     for _ in range(repetitions + 1):
         stopwatch.read()
@@ -106,10 +106,10 @@ def device_seconds(function: Callable[[], Any], device: torch.device, repetition
 
 
 def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
-    """Charge the parts of an optimizer on flat buffers to ``norm``, ``update``, ``compression`` and ``communication``.
+    """Time an optimizer on flat buffers by phase: ``norm``, ``update``, ``compression`` and ``communication``.
 
-    Waiting for a collective is communication. What is sent while the backward pass runs is charged where it belongs,
-    not to the backward pass.
+    Waiting for a collective is communication. Work that overlaps with the backward pass counts for its own phase, not
+    for the backward pass.
     """
     kernels = optimizer._kernels
     stopwatch.time_calls(kernels, "norm", "sum_squares")
@@ -127,7 +127,7 @@ def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
 
 
 class _TimedWork:
-    """A collective under way, waiting for which is charged to communication."""
+    """A pending collective; waiting for it counts as communication."""
 
     def __init__(self, work: Any, stopwatch: Stopwatch) -> None:
         self._work = work
@@ -147,14 +147,14 @@ def _timed_collective(function: Callable[..., Any], stopwatch: Stopwatch) -> Cal
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
-    """How long a call takes."""
+    """Elapsed seconds of a call."""
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
 def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:
-    """What ``worker(*args)`` returns (as JSON holds it) in each of ``replicas`` processes with one thread over gloo."""
+    """Results (JSON values) of ``worker(*args)`` in each of ``replicas`` single-threaded processes over gloo."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         torch.multiprocessing.spawn(_run_replica, (replicas, folder, worker, args), nprocs=replicas)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(replicas)]
@@ -166,6 +166,6 @@ def _run_replica(rank: int, replicas: int, folder: str, worker: Callable[..., An
     store = dist.FileStore(str(Path(folder, "store")), replicas)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas, timeout=TIMEOUT)
     Path(folder, f"{rank}.json").write_text(json.dumps(worker(*args)))
-    dist.barrier()  # nobody closes its connections while another replica still talks
-    # at once: taking apart an interpreter that still holds DistributedDataParallel sometimes aborts
+    dist.barrier()  # no replica closes its connections while another still uses them
+    # exit at once: interpreter shutdown with a live DistributedDataParallel sometimes aborts
     os._exit(0)

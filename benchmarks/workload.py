@@ -1,4 +1,4 @@
-"""What is measured: models of the recipes in configs/, random batches, and steps of every kind."""
+"""Workloads of the benchmarks: models of the recipes in configs/, random batches, and steps of every kind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ VOCABULARY = {
     "gpt2": {"tiny": 500, "debug": 5000, "small": 25000},
     "bert": {"tiny": 500, "debug": 5120, "small": 25000},
 }
-WHOLE_VOCABULARY = {"gpt2": 50257, "bert": 30522}  # of all other sizes
+WHOLE_VOCABULARY = {"gpt2": 50257, "bert": 30522}  # for all other sizes
 BATCH = {
     "tiny": (1, 16),
     "debug": (4, 128),
@@ -59,7 +59,7 @@ class Workload:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Sequences of a replica, and tokens of a sequence."""
+        """Sequences per replica, and tokens per sequence."""
         if self.size in BATCH:
             return BATCH[self.size]
         recipe = self._recipe()
@@ -71,7 +71,7 @@ class Workload:
 
     @property
     def steps_per_kind(self) -> int:
-        """With the first of each kind, which warms up and is not measured."""
+        """Number of steps of each kind, with the first, which is warm-up."""
         return self.steps + 1
 
     @property
@@ -79,9 +79,9 @@ class Workload:
         return len(KINDS) * self.steps_per_kind
 
     def config(self, **changes: Any) -> PretrainConfig:
-        """The recipe's model, and an optimizer that takes the steps of ``kinds``; ``changes`` are settings of it.
+        """The recipe's model, and an optimizer whose steps are those of ``kinds``; ``changes`` are optimizer settings.
 
-        Full steps send gradients of the weights' type, but with quantized_adam.
+        Full steps send gradients in the weights' type, except with quantized_adam.
         """
         config = self._recipe()
         model = config.model
@@ -115,18 +115,18 @@ class Workload:
         return ["full"] * self.steps_per_kind + ["local", "one_bit"] * self.steps_per_kind
 
     def measured(self) -> list[bool]:
-        """Whether each step counts: all but the first of each kind."""
+        """For each step, True if it is measured: all but the first of each kind."""
         kinds = self.kinds()
         return [kind in kinds[:step] for step, kind in enumerate(kinds)]
 
     def build_model(self, **changes: Any) -> GPT2 | Bert:
-        """The model, in its precision; ``changes`` are settings of it."""
+        """The model in its precision; ``changes`` are model settings."""
         config, vocab_size = dataclasses.replace(self.config().model, **changes), self.vocab_size
         model = GPT2(config, vocab_size) if self.model == "gpt2" else Bert(config, vocab_size, binary_head=True)  # type: ignore[arg-type]
         return model.to(DTYPES[self.precision])
 
     def batch(self) -> tuple[Any, ...]:
-        """What the model's ``loss`` takes, drawn from torch's global random numbers."""
+        """A random batch for the model's ``loss``, from torch's global random number generator."""
         sequences, length = shape = self.shape
         tokens = torch.randint(self.vocab_size, shape)
         if self.model == "gpt2":
@@ -140,18 +140,18 @@ class Workload:
                 "padding_mask": torch.ones(shape, dtype=torch.int64),
                 "labels": torch.where(masked, tokens, -1),
                 "loss_mask": masked.long(),
-                "masked_positions": masked.flatten().nonzero()[:, 0],  # as the loader gives them
+                "masked_positions": masked.flatten().nonzero()[:, 0],  # as from the data loader
                 "is_random": torch.randint(2, (sequences,)),
             },
         )
 
     def set_random_gradients(self, model: torch.nn.Module, norm: float) -> None:
-        """Normal gradients of about this norm in all parameters."""
+        """Set normally distributed gradients of about this norm."""
         deviation = norm / sum(p.numel() for p in model.parameters()) ** 0.5
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter).mul_(deviation)
 
 
 def sum_of_losses(losses: Any) -> torch.Tensor:
-    """One number from what ``loss`` returns: a scalar (GPT-2) or several by name (BERT)."""
+    """The sum of what ``loss`` returns: a scalar (GPT-2) or several by name (BERT)."""
     return torch.stack(list(losses.values())).sum() if isinstance(losses, dict) else losses

@@ -1,4 +1,4 @@
-"""A loop with accelerate and 0/1 Adam.
+"""A training loop with accelerate and 0/1 Adam.
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
 torchrun --nproc-per-node 2 examples/accelerate_loop.py

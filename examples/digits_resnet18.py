@@ -1,10 +1,10 @@
-"""ResNet-18 on scikit-learn's handwritten digits, in a training loop of its own that borrows only the optimizer.
+"""ResNet-18 on scikit-learn's handwritten digits, in a custom training loop that uses only the optimizer.
 
     torchrun --nproc-per-node 2 examples/digits_resnet18.py
     torchrun --nproc-per-node 2 examples/digits_resnet18.py --optimizer adam    # DistributedDataParallel and AdamW
 
 The images (1797 of 8 x 8 pixels, ten classes) come with scikit-learn: nothing is downloaded, and CPUs are enough.
-Batch normalization is the one thing to think about: see ``average_batch_norm``.
+Only batch normalization needs attention: see ``average_batch_norm``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEST_SHARE = 0.5
 
 
 class BasicBlock(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut (He et al. 2016)."""
+    """Residual block of two 3 x 3 convolutions (He et al. 2016)."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ResNet18(nn.Sequential):
     """(b, 1, 8, 8) images to (b, 10) logits. As for CIFAR, the stem is one 3 x 3 convolution without pooling.
 
     Args:
-        width: channels of the first stage, 64 in the original; each of the other three has twice those before it.
+        width: channels of the first stage, 64 in the original; each of the other three doubles them.
     """
 
     def __init__(self, width: int) -> None:
@@ -69,7 +69,7 @@ class ResNet18(nn.Sequential):
 
 
 def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Images and labels for training and for testing; which is which does not depend on the seed."""
+    """Images and labels for training and for testing; the split does not depend on the seed."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 16  # (1797, 1, 8, 8) in [0, 1]
     labels = torch.from_numpy(digits.target)
@@ -80,13 +80,13 @@ def load_data() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 @torch.no_grad()
 def average_batch_norm(model: nn.Module) -> None:
-    """Make the running statistics of batch normalization the same on all replicas: those of all their batches.
+    """Average the running statistics of batch normalization over all replicas.
 
-    Each replica normalizes with the statistics of its own batch and keeps running means and variances of its own. The
-    optimizer does not see these buffers: they are no parameters. Training does not read them either, so it is enough to
-    average them before evaluating or saving, in one message. The variance over all replicas is the mean of the
-    variances plus the variance of the means. (DistributedDataParallel sends replica 0's buffers to all before each
-    forward pass; the same average then takes in what the other replicas saw last.)
+    Each replica normalizes with the statistics of its own batch and keeps its own running means and variances. The
+    optimizer does not handle these buffers, as they are not parameters. Training does not read them either, so it is
+    enough to average them before evaluating or saving, in one message. The variance over all replicas is the mean of
+    the variances plus the variance of the means. (DistributedDataParallel broadcasts replica 0's buffers before each
+    forward pass; the average then adds only the last batch of the other replicas.)
     """
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     sizes = [norm.num_features for norm in norms]
@@ -103,7 +103,7 @@ def average_batch_norm(model: nn.Module) -> None:
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Share of the images that are put into the right class."""
+    """Share of correctly classified images."""
     model.eval()
     correct = (model(images).argmax(1) == labels).float().mean().item()
     model.train()
@@ -111,7 +111,7 @@ def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
 
 
 def is_equal_everywhere(model: nn.Module) -> bool:
-    """Whether all replicas hold the same bits, in weights and buffers."""
+    """True if weights and buffers are bit-identical on all replicas."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.detach().contiguous().numpy().tobytes())
@@ -122,12 +122,12 @@ def is_equal_everywhere(model: nn.Module) -> bool:
 
 @dataclass
 class Training:
-    """What differs between the optimizers.
+    """The parts of the loop that differ between the optimizers.
 
     Attributes:
-        module: what to call in the forward pass.
-        step: takes an optimizer step, the number of which it is given; returns its kind and the bytes that it sent.
-        equal_weights: a context in which the model holds the same weights on every replica.
+        module: the module to call in the forward pass.
+        step: takes the optimizer step of the given number; returns its kind and the bytes it sent.
+        equal_weights: context manager in which the model holds the same weights on every replica.
     """
 
     module: nn.Module
@@ -136,7 +136,7 @@ class Training:
 
 
 def with_zero_one_adam(model: nn.Module, groups: list[dict[str, Any]], schedule: LRSchedule) -> Training:
-    """The model is trained as it is: no DistributedDataParallel, no learning-rate scheduler."""
+    """The model is not wrapped: no DistributedDataParallel, no learning-rate scheduler."""
     return compressed(model, ZeroOneAdam(groups, schedule, gradient_wire_dtype="4bit"))
 
 
@@ -206,7 +206,7 @@ def main() -> None:
     )
     training = OPTIMIZERS[arguments.optimizer](model, groups, schedule)
 
-    generator = torch.Generator().manual_seed(arguments.seed * replicas + rank)  # every replica draws its own images
+    generator = torch.Generator().manual_seed(arguments.seed * replicas + rank)  # each replica samples its own images
     bytes_sent = 0
     for step in range(arguments.steps):
         batch = torch.randint(len(labels), (arguments.batch_size,), generator=generator)

@@ -1,4 +1,4 @@
-"""A loop with Lightning Fabric and 0/1 Adam.
+"""A training loop with Lightning Fabric and 0/1 Adam.
 
 torchrun --nproc-per-node 2 examples/fabric_loop.py
 """
@@ -26,7 +26,7 @@ def main() -> None:
     inputs = torch.randn(16 * STEPS * devices, 16)
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(-1, keepdim=True))
     layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
-    layers.to(fabric.device)  # before the optimizer is built, which lays the weights out in one buffer
+    layers.to(fabric.device)  # before the optimizer is built, which moves the weights into one flat buffer
     schedule = LRSchedule(style="cosine", peak_lr=1e-2, warmup_steps=10, total_steps=STEPS)
     ours = ZeroOneAdam(layers.named_parameters(), schedule, max_grad_norm=1.0)
     model, optimizer = fabric.setup(layers, ours)

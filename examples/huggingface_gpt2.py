@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/huggingface_gpt2.py --save checkpoints/huggingface --steps 200 --resume
     torchrun --nproc-per-node 2 examples/huggingface_gpt2.py --precision bf16 --export exported/
 
-Nothing is downloaded. The loop is written out: gradient accumulation, evaluation with the weights on which the replicas
-agree, checkpoints from which training resumes to the bit, and export as a model that ``from_pretrained`` reads.
+Nothing is downloaded. The explicit loop shows gradient accumulation, evaluation with the replicated weights,
+checkpoints with bit-exact resume, and export as a model that ``from_pretrained`` reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_tokens(max_documents: int | None) -> tuple[Tensor, Tensor, int]:
-    """Token ids (int64, one long row) of the text to train on, and of that held out; and the size of the vocabulary."""
+    """Token ids (int64, 1-dimensional) of the training and of the held-out text, and the vocabulary size."""
     vocabulary = DATA / "vocab" / "gpt2-tiny-5000-vocab.json"
     tokenizer = ByteLevelBPETokenizer.from_file(str(vocabulary), str(DATA / "vocab" / "gpt2-tiny-5000-merges.txt"))
     with lzma.open(DATA / "corpus.jsonl.xz", "rt", encoding="utf-8") as lines:
@@ -44,16 +44,16 @@ def load_tokens(max_documents: int | None) -> tuple[Tensor, Tensor, int]:
 
 
 def draw_batch(tokens: Tensor, arguments: argparse.Namespace, step: int, part: int) -> Tensor:
-    """(b, s) random pieces of the text, which depend on step and replica alone: a resumed run needs only the step."""
+    """(b, s) random sequences of the text, seeded by step and replica: a resumed run needs only the step."""
     numbers = np.random.default_rng((arguments.seed, step, part, dist.get_rank()))
     starts = numbers.integers(len(tokens) - arguments.seq_length, size=arguments.micro_batch_size)
     return torch.stack([tokens[start : start + arguments.seq_length] for start in starts])
 
 
 def accumulate_in_fp32(model: torch.nn.Module) -> None:
-    """Add gradients up in ``main_grad``, in fp32, where the optimizer looks for them first and ``zero_grad`` clears.
+    """Accumulate gradients in fp32 in ``main_grad``, which the optimizer reads first and ``zero_grad`` clears.
 
-    The gradients of a bf16 model are bf16, in which adding up many of them loses the small ones.
+    The gradients of a bf16 model are bf16; accumulating many of them in bf16 loses small ones.
     """
 
     def add(parameter: torch.nn.Parameter) -> None:
@@ -67,7 +67,7 @@ def accumulate_in_fp32(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def held_out_loss(model: GPT2LMHeadModel, tokens: Tensor, arguments: argparse.Namespace) -> float:
-    """Mean loss over the first pieces of the held-out text, each replica taking its share of them."""
+    """Mean loss over the first sequences of the held-out text, divided among the replicas."""
     pieces = tokens[: len(tokens) // arguments.seq_length * arguments.seq_length].view(-1, arguments.seq_length)
     own = pieces[: arguments.eval_sequences][dist.get_rank() :: dist.get_world_size()]
     sums = torch.zeros(2, dtype=torch.float64)  # loss times sequences, sequences
@@ -80,9 +80,10 @@ def held_out_loss(model: GPT2LMHeadModel, tokens: Tensor, arguments: argparse.Na
 
 
 def save(folder: Path, step: int, optimizer: ZeroOneAdam) -> None:
-    """Every replica writes its state: error feedback and local steps are its own. Weights are part of it.
+    """Save the state of every replica, as error feedback and local steps differ. It includes the weights.
 
-    ``latest`` names the checkpoint once all files are there, so a run that dies in between goes on from the one before.
+    ``latest`` names the checkpoint once all files are written, so a run that dies in between resumes from the previous
+    one.
     """
     checkpoint = folder / f"step_{step:06d}"
     checkpoint.mkdir(parents=True, exist_ok=True)
@@ -95,7 +96,7 @@ def save(folder: Path, step: int, optimizer: ZeroOneAdam) -> None:
 
 
 def resume(folder: Path, optimizer: ZeroOneAdam) -> int:
-    """Load what ``save`` wrote, on as many replicas as there were; returns the number of steps taken."""
+    """Load a checkpoint of ``save``, on the same number of replicas; returns the number of steps taken."""
     checkpoint = folder / (folder / "latest").read_text()
     state = torch.load(checkpoint / f"replica_{dist.get_rank()}.pt", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])  # sets the model's weights, too
@@ -104,7 +105,7 @@ def resume(folder: Path, optimizer: ZeroOneAdam) -> int:
 
 
 def is_equal_everywhere(optimizer: ZeroOneAdam) -> bool:
-    """Whether master weights and second moment are the same bits on all replicas, as they must be at any step."""
+    """True if master weights and second moment are bit-identical on all replicas, as they must be at any step."""
     prints = [""] * dist.get_world_size()
     dist.all_gather_object(prints, optimizer.fingerprint())
     return len(set(prints)) == 1
@@ -157,7 +158,7 @@ def main() -> None:
     model.train()
     if arguments.precision == "bf16":
         accumulate_in_fp32(model)
-    named = list(model.named_parameters())  # a shared weight comes once
+    named = list(model.named_parameters())  # a shared weight is listed once
     groups = [
         {"params": [(name, p) for name, p in named if p.dim() > 1], "weight_decay": 0.01},
         {"params": [(name, p) for name, p in named if p.dim() <= 1], "weight_decay": 0.0},
@@ -165,7 +166,7 @@ def main() -> None:
     steps = arguments.schedule_steps
     schedule = LRSchedule(style="cosine", peak_lr=arguments.lr, warmup_steps=steps // 10, total_steps=steps)
     optimizer = ZeroOneAdam(groups, schedule, max_grad_norm=1.0)
-    torch.manual_seed(arguments.seed * dist.get_world_size() + rank)  # dropout of its own on each replica
+    torch.manual_seed(arguments.seed * dist.get_world_size() + rank)  # dropout differs between replicas
     first = resume(arguments.save, optimizer) if arguments.resume else 0
 
     bytes_sent = 0
@@ -174,7 +175,7 @@ def main() -> None:
         for part in range(arguments.accumulation):
             batch = draw_batch(training_tokens, arguments, step, part)
             loss = model(input_ids=batch, labels=batch).loss / arguments.accumulation
-            loss.backward()  # gradients add up, on this replica alone
+            loss.backward()  # accumulates gradients, without communication
             step_loss += loss.item()
         optimizer.step()
         optimizer.zero_grad()
@@ -185,7 +186,7 @@ def main() -> None:
         if arguments.save and ((step + 1) % arguments.save_interval == 0 or step == arguments.steps - 1):
             save(arguments.save, step + 1, optimizer)
 
-    with optimizer.replicated_weights():  # on which all replicas agree, at any step
+    with optimizer.replicated_weights():  # the same on all replicas, at any step
         loss = held_out_loss(model, held_out_tokens, arguments)
         if arguments.export and rank == 0:
             model.save_pretrained(arguments.export)

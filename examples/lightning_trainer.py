@@ -29,7 +29,7 @@ class Regression(pl.LightningModule):
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
         return (self.layers(batch[0]) - batch[1]).square().mean()
 
-    def validation_step(self, batch: list[Tensor], _: int) -> None:  # with the weights that all replicas agree on
+    def validation_step(self, batch: list[Tensor], _: int) -> None:  # with the replicated weights
         self.log("loss", (self.layers(batch[0]) - batch[1]).square().mean(), sync_dist=True)
 
     def configure_optimizers(self):

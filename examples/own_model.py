@@ -1,9 +1,9 @@
-"""Pretrain a model of one's own: a recurrent language model, with settings of its own, through ``pretrain()``.
+"""Pretrain a custom model: a recurrent language model with its own settings, through ``pretrain()``.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 examples/own_model.py \\
         --config configs/gpt2/debug.yaml --cell lstm --train-iters 100 --lr 3e-3
 
-Everything that ``pretrain_gpt.py`` has comes with it: flags, files, ``--help``, any optimizer, checkpoints.
+It has everything that ``pretrain_gpt.py`` has: flags, configuration files, ``--help``, any optimizer, checkpoints.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ def build_datasets(
 
 
 def build_model(config: RecurrentPretrainConfig, tokenizer: Tokenizer) -> RecurrentLanguageModel:
-    """The model; from one seed, so that all replicas start with the same weights."""
+    """The model, initialized from one seed, so that all replicas start with the same weights."""
     with torch.random.fork_rng():
         torch.manual_seed(config.training.seed)
         return RecurrentLanguageModel(config.model, tokenizer.vocab_size)
 
 
 def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch, and its parts by name: none, where there is one."""
+    """The loss of a batch, and its parts by name: none here, as there is only one."""
     return loss_module(batch["tokens"], batch["labels"], batch["loss_mask"]), {}
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     data = counting(1024)
     trainer = CompressedTrainer(GPT2LMHeadModel(config), args, train_dataset=data, eval_dataset=data[:64])
     trainer.train(resume_from_checkpoint=given.resume)
-    metrics = trainer.evaluate()  # with the weights that all replicas agree on
+    metrics = trainer.evaluate()  # with the replicated weights
     if trainer.is_world_process_zero():
         print(json.dumps({"loss": metrics["eval_loss"], "fingerprint": trainer.optimizer.optimizer.fingerprint()}))
     if torch.distributed.is_initialized():

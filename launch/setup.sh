@@ -14,8 +14,8 @@ command -v "$python" >/dev/null || fail "no $python on this machine; install Pyt
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
-# torch's default build for Linux brings gigabytes of CUDA. Without a GPU, the version below comes first: it is the one
-# of which a build for CPUs is most likely at hand, and later requirements leave it alone.
+# torch's default build for Linux includes gigabytes of CUDA. Without a GPU, the version below is installed first: it is
+# the one most likely available as a CPU build, and later requirements do not replace it.
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     echo "setting up $venv: torch"
     if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Start a pretraining run with torchrun on each of its machines, so that it goes on by itself after a fault:
+# Start a pretraining run with torchrun on each of its machines, so that it restarts by itself after a fault:
 #
 #   launch/torchrun.sh [--dry-run] SCRIPT [FLAGS...]                    one machine
 #   NODES=16 RENDEZVOUS=host0:29400 launch/torchrun.sh pretrain_bert.py --config configs/bert/base.yaml --save FOLDER
 #
-# The second is started on all 16 machines, in any order; host0 is one of them. When a process ends with an error or is
-# killed, all are started again and go on from the last checkpoint (--load auto). --dry-run shows the commands. To be
-# set in the environment:
+# Start the second on all 16 machines, in any order; host0 is one of them. When a process fails or is killed, all are
+# restarted and resume from the last checkpoint (--load auto). --dry-run shows the commands. To be set in the
+# environment:
 #
 #   NODES=1             machines
 #   REPLICAS=8          processes on each: its GPUs, or 2 without any
 #   RENDEZVOUS=...      with several machines: HOST[:PORT] of one of them, the same everywhere
-#   JOB=megatron01      with several jobs that meet at the same place: a name of its own for each
+#   JOB=megatron01      with several jobs that share a rendezvous: a different name for each
 #   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
 #   DOCTOR=yes          check the machines first (megatron01 doctor); no: leave it out
 #   MAX_RESTARTS=3      faults after which the run is given up
@@ -27,10 +27,10 @@ command=(torchrun --nnodes "$nodes" --nproc-per-node "$replicas")
 check=("${command[@]}")
 if [ "$nodes" -gt 1 ]; then
     [ -n "${RENDEZVOUS:-}" ] || fail "NODES is $nodes but RENDEZVOUS is not set; give HOST:PORT of one of the machines"
-    # a store of its own for every start: machines may count restarts differently
+    # a separate store for every start: machines may count restarts differently
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${JOB:-megatron01}")
-    # at a port of its own: machines leave the check at slightly different times
+    # on a separate port: machines leave the check at slightly different times
     host=${RENDEZVOUS%:*} port=29400
     [ "$host" = "$RENDEZVOUS" ] || port=${RENDEZVOUS##*:}
     check+=(--rdzv-backend c10d --rdzv-endpoint "$host:$((port + 1))" --rdzv-id "${JOB:-megatron01}_doctor")
@@ -39,7 +39,7 @@ else
     check+=(--standalone)
 fi
 check+=(-m megatron01 doctor)
-# Signals that ask for a checkpoint reach the processes too (torchrun leaves out SIGUSR1), and they get time to write it.
+# Forward the signals that request a checkpoint (torchrun omits SIGUSR1 by default), and allow time to write it.
 command+=(--max-restarts "${MAX_RESTARTS:-3}" --monitor-interval 1
     --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${SHUTDOWN:-120}")
 command+=("$@" --load auto)
@@ -48,7 +48,7 @@ if [ ${#dry_run[@]} -gt 0 ]; then
     show "${command[@]}"
     exit
 fi
-if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun would try until its time-out
+if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun would retry until its time-out
     fail "RENDEZVOUS names $host, a host that $(hostname) cannot find; give HOST:PORT of one of the machines"
 fi
 command -v torchrun >/dev/null || fail "no torchrun on this machine; activate the environment: source .venv/bin/activate"

@@ -1,1 +1,1 @@
-"""Everything that a machine with one GPU can prove and measure, by one command: ``python -m benchmarks.gpu``."""
+"""Correctness checks and benchmarks for a machine with one GPU, by one command: ``python -m benchmarks.gpu``."""

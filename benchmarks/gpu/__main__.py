@@ -1,11 +1,11 @@
-"""Prove and measure everything that one GPU can, in less than ten minutes.
+"""Correctness checks and benchmarks on one GPU, in less than ten minutes.
 
     python -m benchmarks.gpu --output runs/gpu
     python -m benchmarks.gpu --output runs/gpu --part "gpt2 345m, compiled" --part runs   # these anew; the rest stays
     python -m benchmarks.gpu --output runs/gpu --tiny        # on any machine: that it works, no figures
 
-Every part is a process with a time limit and a record of its own, so that one that crashes, hangs or runs out of memory
-leaves the others. Writes gpu.md and gpu.json into the folder, anew after each part.
+Every part has its own process, time limit and record, so that a part that crashes, hangs or runs out of memory does not
+affect the others. Writes gpu.md and gpu.json into the folder after each part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[2]
-_TINY_PATIENCE = 5  # times the limit of a part, on machines of any speed
+_TINY_PATIENCE = 5  # factor on the time limit of a part, for machines of any speed
 _ALL_RIGHT = ("done", "not begun", "cut off")
 
 
@@ -65,9 +65,9 @@ def main() -> None:
 
 
 def run(part: Part, left: float, *, tiny: bool) -> dict[str, Any]:
-    """The record of a part: its ``status`` in words, its ``seconds`` and its ``findings``, all or those so far.
+    """Run a part; returns its ``status`` in words, its ``seconds`` and its ``findings`` so far.
 
-    ``left`` are the seconds that are left for all parts.
+    ``left``: seconds left for all parts.
     """
     if left <= 0:
         return {"status": "not begun: the time for all parts was over", "seconds": 0.0, "findings": {}}
@@ -77,7 +77,7 @@ def run(part: Part, left: float, *, tiny: bool) -> dict[str, Any]:
         record, output = Path(folder, "record.json"), Path(folder, "output")
         what = [part.module, part.function, json.dumps(part.arguments), str(record)]
         command = [sys.executable, "-m", "benchmarks.gpu.parts", *what, *(["--tiny"] if tiny else [])]
-        paths = [str(ROOT), str(ROOT / "benchmarks")]  # the other benchmarks find each other in their own folder
+        paths = [str(ROOT), str(ROOT / "benchmarks")]  # the other benchmarks import each other from their own folder
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -109,14 +109,14 @@ def _status(code: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the part and all that it has started."""
+    """Kill the process of a part and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _earlier(path: Path, tiny: bool) -> dict[str, Any]:
-    """What a run before has left, if it was of the same kind."""
+    """Result of an earlier run, if it was of the same kind (``tiny`` or not)."""
     if not path.exists():
         return {}
     found: dict[str, Any] = json.loads(path.read_text())
@@ -130,7 +130,7 @@ def _sees_gpu() -> bool:
 
 
 def _commit() -> str:
-    """The commit of this checkout, and whether files differ from it; "unknown" outside git."""
+    """The commit of this checkout, marked if there are uncommitted changes; "unknown" outside git."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

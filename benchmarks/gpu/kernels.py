@@ -1,4 +1,4 @@
-"""The machine, and the kernels: which there are, whether they do what the specification says, and how fast they are."""
+"""The environment, and the kernels: available back ends, agreement with the torch specification, and throughput."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from megatron01.optim.local_update import (
     by_group,
 )
 
-_RANGE = 1 << 26  # elements that the specification handles at a time: its temporaries are many times as large
-_LARGE = 1 << 30  # elements beyond which there is no memory for more than one buffer of each kind
+_RANGE = 1 << 26  # elements that the specification processes at a time: its temporaries are many times as large
+_LARGE = 1 << 30  # above this number of elements, memory suffices for only one buffer of each kind
 _ATTENTION = {
     "GPT-2, 1024 positions, causal": (16, 1024, 64, True, False),
     "BERT, 128 positions, padding mask": (16, 128, 64, False, True),
@@ -58,7 +58,7 @@ _ATTENTION = {
 
 
 def environment(report: Report) -> None:
-    """Versions, hardware, which back ends serve it, and what it reaches at most."""
+    """Versions, hardware, the back ends used on it, and its peak rates."""
     report.add("versions", _versions())
     report.attempt("hardware", _hardware)
     report.attempt("back ends", _back_ends)
@@ -119,7 +119,7 @@ def _back_ends() -> dict[str, Any]:
 
 
 def _attention(dropout: float) -> dict[str, str]:
-    """The back end that ``scaled_dot_product_attention`` takes for shapes of our models, in training."""
+    """The back end that ``scaled_dot_product_attention`` selects in training, by shape of this library's models."""
     found = {}
     dtype = torch.bfloat16
     for name, (heads, positions, size, causal, masked) in _ATTENTION.items():
@@ -133,7 +133,7 @@ def _attention(dropout: float) -> dict[str, str]:
 
 
 def _ceilings(report: Report) -> dict[str, Any]:
-    """Bytes a second that a copy reads and writes, and operations a second of a matrix product of random numbers."""
+    """Measured memory bandwidth (of a copy) and FLOP/s (of a matrix product of random numbers)."""
     copy = _copy_rate(report)
     size = 256 if report.tiny else 8192
     left, right = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
@@ -154,7 +154,7 @@ def _copy_rate(report: Report) -> float:
 
 
 def specification(report: Report) -> None:
-    """Results of the kernels beside those of the torch specification."""
+    """Compare the kernels' results with those of the torch specification."""
     for elements in report.sizes.elements:
         for quantizer in get_args(Quantizer):
             report.attempt(
@@ -166,7 +166,7 @@ def specification(report: Report) -> None:
 
 
 def _layout(elements: int) -> BlockLayout:
-    """Blocks of which the last has a tail of its own, and some in between too, as parameters have."""
+    """A block layout in which some blocks, the last among them, are only partly filled, as with real parameters."""
     blocks = -(-elements // BLOCK_SIZE)
     lengths = torch.full((blocks,), BLOCK_SIZE, dtype=torch.int32)
     lengths[:: max(2, blocks // 97)] = torch.randint(1, BLOCK_SIZE, lengths[:: max(2, blocks // 97)].shape).int()
@@ -175,11 +175,11 @@ def _layout(elements: int) -> BlockLayout:
 
 
 def _codec_against_specification(quantizer: Quantizer, elements: int) -> dict[str, Any]:
-    """The number of elements or bytes that differ after each phase; all are to have the same bits."""
+    """Number of elements or bytes that differ after each phase; results must be bit-identical."""
     torch.manual_seed(0)
     layout, key = _layout(elements), 2**63 + 17
     value = torch.randn(layout.num_elements, device=DEVICE)
-    # where memory is short: in 16 bits
+    # in 16 bits if memory is short
     value = value.to(torch.bfloat16) if elements > _LARGE else value
     error, active = torch.empty_like(value).normal_(0.0, 0.1), layout.real_elements()
     row_blocks = -(-layout.num_blocks // REPLICAS)
@@ -215,7 +215,7 @@ def _codec_against_specification(quantizer: Quantizer, elements: int) -> dict[st
 
 
 def _whole_rows(codec: Codec, specified: Codec, value: Tensor) -> int:
-    """Elements or bytes that differ where rows of both kinds are filled, sealed, checked, averaged and read."""
+    """Number of differing elements or bytes after rows of both kinds are filled, sealed, checked, averaged and read."""
     count, differing = value.numel() // REPLICAS, 0
     for wire in (torch.bfloat16, torch.float32):
         sent, means, found = [], [], []
@@ -230,7 +230,7 @@ def _whole_rows(codec: Codec, specified: Codec, value: Tensor) -> int:
             again = one.read_rows(damaged, read, wire)
             means.append(results[0, HEADER_BYTES:].view(wire).float())
             found.append((header[STATUS_WORD : INVERSE_SCALE_WORD + 1], damage, again, read, damages(results)))
-        # torch adds rows in an order of its own
+        # torch sums rows in another order
         differing += int((~torch.isclose(*means, rtol=1e-5 if wire == torch.float32 else 1e-2, atol=1e-6)).sum())
         differing += _differing(*sent) + sum(_differing(*pair) for pair in zip(*found, strict=True))
     return differing
@@ -243,7 +243,7 @@ def _ranges(codec: Codec, specified: Codec, blocks: int) -> list[tuple[int, int]
 
 
 def _differing(one: Tensor, other: Tensor) -> int:
-    """Elements that have not the same bits."""
+    """Number of elements that are not bit-identical."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[one.element_size()]
     pairs = zip(one.view(integers).split(_RANGE), other.view(integers).split(_RANGE), strict=True)
     return sum(int((a != b).sum()) for a, b in pairs)
@@ -254,7 +254,7 @@ _UPDATES: dict[str, tuple[Phase, bool, bool]] = {
     "1-bit, before the exchange": (ACCUMULATE, False, False),
     "1-bit, after it": (SYNCHRONIZE, False, True),
     "full": (Phase(gradient=True, synchronize=True, write_weights=True, fresh=True), True, False),
-}  # phase, whether v is refreshed, whether the result of an exchange is given
+}  # phase, v is refreshed, result of an exchange is given
 _TRAFFIC = {
     "local": "g2 x4 v4 m4 u4 > m4 u4 w2",
     "1-bit, before the exchange": "g2 m4 u4 > u4",
@@ -312,11 +312,11 @@ def _update(kernels: Kernels, name: str, buffers: dict[str, Tensor]) -> None:
 
 
 def _update_against_specification(name: str, elements: int) -> dict[str, Any]:
-    """The largest error of each buffer, in rounding units of its largest value; a few are allowed."""
+    """Largest error of each buffer in units of rounding of its largest value; a few units are allowed."""
     torch.manual_seed(0)
     buffers = _update_buffers(elements)
     total = buffers["x"].numel()
-    # the specification runs on copies: of all, or beyond 2^30 elements of the ends and of the middle, where 2^31 is
+    # the specification runs on copies: of everything, or above 2^30 elements of both ends and the range around 2^31
     size = min(total, _RANGE)
     middle = (2**31 - size // 2) // BLOCK_SIZE * BLOCK_SIZE
     starts = range(0, total, size) if total <= _LARGE else (0, middle, total - size)
@@ -335,7 +335,7 @@ def _update_against_specification(name: str, elements: int) -> dict[str, Any]:
 
 
 def _passes_against_specification(elements: int) -> dict[str, Any]:
-    """The sum of squares of each block, to rounding, and the mask of dead coordinates, to the bit."""
+    """Sum of squares of each block (equal up to rounding), and mask of active elements (bit-identical)."""
     torch.manual_seed(0)
     layout = _layout(elements)
     kernels, specified = build_kernels(DEVICE), TorchKernels(DEVICE)
@@ -358,7 +358,7 @@ def _passes_against_specification(elements: int) -> dict[str, Any]:
                 layout.lengths[first:last],
             )
     differing = _differing(*masks)
-    # an element whose root is a rounding unit from the threshold may fall on either side
+    # an element whose square root is within rounding of the threshold may be masked or not
     agrees = error < 1e-5 and differing <= masks[0].numel() // 10_000
     return {"norm_relative_error": error, "mask_words_differing": differing, "agrees": agrees}
 
@@ -369,7 +369,7 @@ def _block_ranges(blocks: int) -> list[tuple[int, int]]:
 
 
 def rates(report: Report) -> None:
-    """GB/s of each kernel, of bytes that must be read and written, beside a copy."""
+    """GB/s of each kernel beside a copy, counting the bytes that must be read and written."""
     copy = _copy_rate(report)
     report.add("copy", {"bytes_per_second": copy})
 
@@ -387,7 +387,7 @@ def rates(report: Report) -> None:
     for quantizer in get_args(Quantizer):
         codec = build_codec(BLOCK_SIZE, quantizer, DEVICE)
         code = codec.format.bits / 8
-        # a mask bit of each element besides
+        # plus one mask bit per element
         moved = {"compress": 12 + code, "reduce": 8 + (REPLICAS + 1) * code, "decode": 4 + code}
         for phase, (count, call) in codec_phases(codec, layout, value, error, out).items():
             report.attempt(f"codec, {quantizer}, {phase}", rate, call, count * (moved[phase] + 1 / 8))

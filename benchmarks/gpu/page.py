@@ -1,4 +1,4 @@
-"""The page that one run of ``python -m benchmarks.gpu`` writes."""
+"""The Markdown page of a run of ``python -m benchmarks.gpu``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Findings = dict[str, Any]
 
 
 def page(result: dict[str, Any]) -> str:
-    """Markdown of what all parts found so far."""
+    """Markdown of the findings of all parts so far."""
     parts: dict[str, dict[str, Any]] = result["parts"]
     environment = parts.get("environment", {}).get("findings", {})
     hardware, versions = environment.get("hardware", {}), environment.get("versions", {})
@@ -188,7 +188,7 @@ def _failures(findings: Findings) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown, first column to the left and all others to the right."""
+    """Markdown table, first column left-aligned and all others right-aligned."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

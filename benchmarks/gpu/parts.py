@@ -1,4 +1,4 @@
-"""The parts of ``python -m benchmarks.gpu``; as a program the process of one: MODULE FUNCTION ARGUMENTS FILE."""
+"""The parts of ``python -m benchmarks.gpu``. As a program, it runs one part: MODULE FUNCTION ARGUMENTS FILE."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MODELS = (("gpt2", "345m"), ("bert", "large-512"), ("bert", "large-128"), ("gpt2
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What runs in a process of its own: ``module.function(report, **arguments)``.
+    """A call that runs in its own process: ``module.function(report, **arguments)``.
 
     Attributes:
-        seconds: after which it is ended.
+        seconds: time limit, after which it is killed.
     """
 
     name: str
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
-    # after the command line: they import torch
+    # after parsing the command line, as these import torch
     from benchmarks.gpu.report import Report
 
     function = getattr(importlib.import_module(given.module), given.function)

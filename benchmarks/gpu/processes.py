@@ -1,4 +1,4 @@
-"""Several processes on one GPU: NCCL with one rank, gloo with several, resume to the bit, and a rank that is killed."""
+"""Multi-process checks on one GPU: NCCL with one rank, gloo with several, bit-exact resume, and a killed rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KILL_SECONDS = 60  # within which a rank must have noticed that another is gone
 
 
 def collectives(report: Report) -> None:
-    """What several ranks exchange on one GPU."""
+    """Check the collectives of several ranks on one GPU."""
     report.attempt("nccl, one rank", _nccl, report)
     size = "tiny" if report.tiny else "debug"
     for title, ranks, local in (("gloo, two ranks", 2, 2), ("gloo, 2 x 2 ranks", 4, 2)):
@@ -42,7 +42,7 @@ def collectives(report: Report) -> None:
 
 
 def _nccl(report: Report) -> Any:
-    """The collectives of an exchange with a group of one; what they give, and what a call of them takes."""
+    """The collectives of an exchange with a group of one rank: correctness and time of a call."""
     if DEVICE.type != "cuda":
         return NEEDS_GPU
     torch.cuda.set_device(DEVICE)
@@ -53,7 +53,7 @@ def _nccl(report: Report) -> Any:
         found: dict[str, Any] = {}
         for name in ("all_to_all", "all_gather"):
             transport = TorchTransport()
-            transport.size = 2  # so that it does not copy by itself
+            transport.size = 2  # so that it calls NCCL instead of copying
             received = torch.zeros_like(sent)
 
             def call(name: str = name, transport: TorchTransport = transport, received: Any = received) -> None:
@@ -66,7 +66,7 @@ def _nccl(report: Report) -> Any:
 
 
 def _over_gloo(size: str, ranks: int, local: int) -> dict[str, Any]:
-    """Steps of all kinds; the master weights must have the same bits on all ranks."""
+    """Steps of all kinds; master weights must be bit-identical on all ranks."""
     replicas = run_replicas(_take_steps, ranks, size, local)
     return {
         "ranks": ranks,
@@ -113,11 +113,11 @@ def _take_steps(size: str, local: int) -> dict[str, Any]:
 
 
 def runs(report: Report) -> None:
-    """Whole runs of ``pretrain_gpt.py`` that are resumed, start wrongly, or lose a rank."""
+    """Whole runs of ``pretrain_gpt.py``: resume, a failing start, and a lost rank."""
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name)
         make_corpus(folder)
-        # starting a process takes longer than its steps: two at a time
+        # two at a time, as starting a process takes longer than its steps
         with ThreadPoolExecutor(2) as pool:
             found = {
                 "two processes over nccl": pool.submit(_over_nccl, folder),
@@ -156,13 +156,13 @@ def _finished(command: Sequence[str]) -> None:
 
 
 def _said(output: str) -> str:
-    """The line of a program's output that says what was wrong."""
+    """The error line of a program's output."""
     lines = [line for line in output.splitlines() if "error:" in line.lower()]
     return (lines or output.splitlines() or ["nothing"])[0][:500]
 
 
 def _resumed(folder: Path, name: str, ranks: int, flags: list[str]) -> dict[str, Any]:
-    """The state at the end of a run beside that of one that went on from a checkpoint of the same run."""
+    """Compare the final state of a run with that of one resumed from its checkpoint."""
     whole, again = folder / f"{name}-whole", folder / f"{name}-again"
     saving = ["--save-interval", str(_SAVED)]
     _finished(_command(folder, f"{name}-whole", ranks, "--save", str(whole), *saving, *flags))
@@ -176,7 +176,7 @@ def _resumed(folder: Path, name: str, ranks: int, flags: list[str]) -> dict[str,
 
 
 def _over_nccl(folder: Path) -> dict[str, Any]:
-    """Two processes on one GPU, or on none, cannot have NCCL: one line is to say so."""
+    """Two processes on one GPU, or on none, cannot use NCCL: one error line must say so."""
     if DEVICE.type == "cuda" and torch.cuda.device_count() > 1:
         return {"failed": "more than one GPU is visible; set CUDA_VISIBLE_DEVICES=0"}
     command = [*_command(folder, "nccl", 2), "--distributed-backend", "nccl"]
@@ -187,11 +187,11 @@ def _over_nccl(folder: Path) -> dict[str, Any]:
 
 
 def _killed(folder: Path) -> dict[str, Any]:
-    """One of two ranks is killed in the middle: the other must end by itself, with one line."""
+    """One of two ranks is killed during training: the other must exit by itself, with one error line."""
     run_dir = folder / "killed-run"
     command = _command(folder, "killed", 2)
     command[command.index("--train-iters") + 1] = "1000000"
-    # without torchrun, which would end the other rank itself
+    # without torchrun, which would kill the other rank
     program = command[command.index(str(ROOT / "pretrain_gpt.py")) :]
     port = str(20000 + os.getpid() % 20000)
     processes = []

@@ -1,4 +1,4 @@
-"""What a part finds, written to a file as it comes, so that a part that is ended leaves what it has."""
+"""The findings of a part, written to a file one by one, so that a killed part keeps those so far."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """How large everything is.
+    """Sizes of all measurements.
 
     Attributes:
-        elements: of the buffers that kernels are held against the specification on; none a multiple of a block.
-        rate_elements: of those on which kernels are timed.
-        repetitions: of what is timed.
-        model: size of the GPT-2 whose step is taken apart and whose exchange is timed (``workload.RECIPES``).
-        ranks: (nodes, processes of a node) of the exchanges.
-        steps: of a training loop that are timed.
+        elements: of the buffers on which kernels are compared with the specification; none a multiple of a block.
+        rate_elements: of the buffers on which kernels are timed.
+        repetitions: of timed calls.
+        model: size of the GPT-2 whose step is profiled and whose exchange is timed (``workload.RECIPES``).
+        ranks: (nodes, processes per node) of the exchanges.
+        steps: timed steps of a training loop.
     """
 
     elements: tuple[int, ...]
@@ -47,7 +47,7 @@ class Report:
     """The findings of one part.
 
     Attributes:
-        sizes: real ones, or tiny ones in tests.
+        sizes: full ones, or tiny ones in tests.
         findings: so far, by name.
     """
 
@@ -58,14 +58,14 @@ class Report:
         self.findings: dict[str, Any] = {}
 
     def add(self, name: str, finding: Any) -> None:
-        """Note a finding, as JSON holds it."""
+        """Record a finding, a JSON value."""
         self.findings[name] = finding
         partial = self._path.with_suffix(".new")
         partial.write_text(json.dumps(self.findings))
         os.replace(partial, self._path)
 
     def attempt(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
-        """Note what ``function`` returns, or why it failed: the part goes on after it."""
+        """Record the result of ``function``, or its error; the part continues after an error."""
         try:
             finding = function(*arguments)
         except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""A training step taken apart, the rate of whole models beside others' loops, and exchanges of many virtual ranks."""
+"""Profile of a training step, throughput of whole models beside other loops, and exchanges of many virtual ranks."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from megatron01.models.layers import compile_layers
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.training.step import LossModule
 
-_RANKS = 8  # virtual ones, of the step that is taken apart
+_RANKS = 8  # virtual ranks of the profiled step
 _WARM_UP = 3
-_PLANNED_MFU = 0.4  # ``megatron01 plan`` takes it where it is told nothing
+_PLANNED_MFU = 0.4  # default of ``megatron01 plan``
 
 
 class Training:
-    """A model on the device with our optimizer, whose steps go through all kinds in turn."""
+    """A model on the device with this library's optimizer, whose steps alternate between all kinds."""
 
     def __init__(self, workload: Workload, topology: Topology | None, *, compiled: bool = False, **model: Any) -> None:
         config = workload.config(watch_interval=0)
@@ -46,7 +46,7 @@ class Training:
             self.model = workload.build_model(**model)
         module = LossModule(self.model)
         if compiled:
-            compile_layers(self.model)  # as training does
+            compile_layers(self.model)  # as in training
         schedule = build_schedule(self.config.optimizer, workload.total_steps)
         self.optimizer: Any = build_optimizer(self.model, self.config, schedule, topology)
         self.module = self.optimizer.attach(module)
@@ -69,7 +69,7 @@ def on_device(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def step(report: Report) -> None:
-    """Seconds of a step's phases on the GPU, of the host, and counts, for each kind of step."""
+    """For each kind of step: GPU seconds by phase, host seconds, and counts of launches."""
     sizes = report.sizes
     workload = Workload(model="gpt2", size=sizes.model, precision="bf16", steps=2 + min(3, sizes.repetitions))
     training = Training(workload, loop_topology(_RANKS, 1))
@@ -78,7 +78,7 @@ def step(report: Report) -> None:
     batch, records = training.batch(), []
     kinds = workload.kinds()
     for number, is_measured in enumerate(workload.measured()):
-        if kinds[number:].count(kinds[number]) == 1:  # the last of its kind is counted and not timed
+        if kinds[number:].count(kinds[number]) == 1:  # the last step of each kind is counted, not timed
             report.attempt(f"counts, {kinds[number]}", _counts, training, batch)
         elif kinds[number:].count(kinds[number]) == 2:
             report.attempt(f"host stalls, {kinds[number]}", _stalls, training, batch)
@@ -103,7 +103,7 @@ def step(report: Report) -> None:
 
 
 def _planned_step(training: Training, kind: str, passes: float, memory_rate: float) -> dict[str, float]:
-    """What ``plan`` makes of such a step, given its passes and the memory's rate, over links that take no time."""
+    """Prediction of ``plan`` for such a step, given its passes and memory bandwidth, with links that take no time."""
     rate = 1e18
     model = StepModel(
         Cluster(
@@ -134,7 +134,7 @@ def _copy_rate() -> float:
 
 
 def _counts(training: Training, batch: tuple[Any, ...]) -> dict[str, Any]:
-    """What a step asks of the host: as torch's profiler sees it on a GPU, as dispatched without one."""
+    """Counts of launches and syncs of a step: from torch's profiler on a GPU, from dispatch without one."""
     if DEVICE.type != "cuda":
         with counted(training.optimizer) as counts:
             training.step(batch)
@@ -169,7 +169,7 @@ def _counts(training: Training, batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _stalls(training: Training, batch: tuple[Any, ...]) -> dict[str, Any]:
-    """Calls in which the host waited for the GPU, by the line that made them."""
+    """Host syncs, by the source line that caused them."""
     if DEVICE.type != "cuda":
         training.step(batch)
         return {"kind": training.optimizer.last_step.kind, "stalls": NEEDS_GPU}
@@ -192,7 +192,7 @@ def _stalls(training: Training, batch: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def exchange(report: Report) -> None:
-    """Steps of one rank of many, without passes: seconds of the GPU, of the host until it is through, and counts."""
+    """Optimizer steps of one rank of many, without forward and backward: GPU seconds, host seconds, and counts."""
     for nodes, processes in report.sizes.ranks:
         report.attempt(f"{nodes} x {processes} ranks", _exchange, report, nodes, processes)
 
@@ -234,7 +234,7 @@ def _exchange(report: Report, nodes: int, processes: int) -> dict[str, Any]:
 
 
 def models(report: Report, model: str, size: str, *, compiled: bool) -> None:
-    """Tokens a second, share of the peak and peak memory of our loop and of Hugging Face's on the same shapes."""
+    """Tokens a second, MFU and peak memory of this library's loop and Hugging Face's on the same shapes."""
     size = "tiny" if report.tiny else size
     report.attempt("ours", _ours, report, model, size, compiled)
     report.attempt("hugging face", _hugging_face, report, model, size, compiled)
@@ -254,14 +254,14 @@ def _ours(report: Report, model: str, size: str, compiled: bool) -> dict[str, An
     _start_of_memory()
     training = Training(workload, None, compiled=compiled, recompute_activations=recompute)
     batch = training.batch()
-    while workload.kinds()[training.optimizer.step_count] == "full":  # what follows is local and 1-bit steps in turn
+    while workload.kinds()[training.optimizer.step_count] == "full":  # from then on, local and 1-bit steps alternate
         training.step(batch)
     found = _rate(report, workload, lambda: training.step(batch), training.model)
     return found | {"recompute": recompute, "planned_memory": plan.total, "kinds": "local and synchronizing, in turn"}
 
 
 def with_shape(config: PretrainConfig, workload: Workload) -> PretrainConfig:
-    """``config`` with the batch that ``workload`` draws."""
+    """``config`` with the batch shape of ``workload``."""
     sequences, length = workload.shape
     training = dataclasses.replace(config.training, micro_batch_size=sequences, global_batch_size=None)
     data = dataclasses.replace(config.data, seq_length=length)
@@ -273,7 +273,7 @@ def _replace_model(config: PretrainConfig, **changes: Any) -> PretrainConfig:
 
 
 def _hugging_face(report: Report, model: str, size: str, compiled: bool) -> dict[str, Any]:
-    """Transformers' model with SDPA, bf16 by autocast as its ``Trainer`` has it, and torch's fused AdamW, clipped."""
+    """transformers' model with SDPA, bf16 autocast as in its ``Trainer``, and torch's fused AdamW with clipping."""
     try:
         import transformers
     except ImportError:
@@ -300,7 +300,7 @@ def _hugging_face(report: Report, model: str, size: str, compiled: bool) -> dict
         adamw.zero_grad()
 
     with torch.device("meta"):
-        ours = workload.build_model()  # counts the same operations
+        ours = workload.build_model()  # to count the same FLOPs
     return _rate(report, workload, take_step, ours)
 
 
@@ -325,7 +325,7 @@ def _start_of_memory() -> None:
 
 
 def _rate(report: Report, workload: Workload, take_step: Callable[[], None], model: Any) -> dict[str, Any]:
-    """Tokens a second over several steps, of which none is waited for on its own."""
+    """Tokens a second over several steps, without a sync after each."""
     start = time.perf_counter()
     for _ in range(2 if report.tiny else _WARM_UP):
         take_step()

@@ -1,1 +1,1 @@
-"""What training on a slow network is compared with, and the same interface to this library's own optimizers."""
+"""The contestants of the slow-network benchmark: other methods and this library's optimizers, with one interface."""

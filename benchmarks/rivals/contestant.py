@@ -1,4 +1,4 @@
-"""What the benchmark asks of every way of training."""
+"""The interface of a contestant, a training method in the benchmark."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron01.config import PretrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a contestant is built from, on each replica.
+    """Arguments of a contestant's constructor, on each replica.
 
     Attributes:
         model: with the initial weights, the same on all replicas.
-        loss_module: its forward pass gives the loss.
-        config: model, data and optimizer settings; the learning rate's schedule is made for ``steps``.
+        loss_module: its forward pass returns the loss.
+        config: model, data and optimizer settings; the learning-rate schedule is for ``steps``.
         steps: micro-batches of this replica in the run, the same for all contestants.
     """
 
@@ -28,7 +28,7 @@ class Setup:
     steps: int
 
     def with_updates(self, updates: int) -> Setup:
-        """With a schedule of so many updates, whose warm-up is as large a share of them as before."""
+        """The setup with a schedule of ``updates`` updates and the same share of warm-up."""
         settings = self.config.optimizer
         warmup = round((settings.lr_warmup_iters or 0) * updates / self.steps)
         optimizer = dataclasses.replace(settings, lr_warmup_iters=warmup)
@@ -39,11 +39,11 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """What a step exchanged.
+    """The traffic of a step.
 
     Attributes:
         kind: full (gradients), one_bit, low_rank, outer (of DiLoCo), local (nothing), or several joined by +.
-        bytes: that this replica sent by the contestant's formula, without the headers of messages and frames.
+        bytes: sent by this replica by the contestant's formula, without the headers of messages and frames.
     """
 
     kind: str
@@ -51,15 +51,15 @@ class Exchanged:
 
 
 class Contestant(Protocol):
-    """A way of training."""
+    """A training method."""
 
     def step(self, batch: tuple[Any, ...]) -> Exchanged:
         """Train on one micro-batch of this replica."""
 
     def replicated_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model holds the weights that are to be evaluated."""
+        """Context manager in which the model holds the weights to evaluate."""
 
 
 def ring_bytes(replicas: int, payload: float) -> float:
-    """What a replica sends in a ring all-reduce of ``payload`` bytes."""
+    """Bytes that a replica sends in a ring all-reduce of ``payload`` bytes."""
     return 2 * (replicas - 1) / replicas * payload

@@ -22,7 +22,7 @@ POWER_SGD_RANK = 4
 
 
 class BucketHook:
-    """A communication hook that counts what it makes a replica send, by its formula."""
+    """A communication hook that counts the bytes a replica sends, by formula."""
 
     kind = "full"
     bucket_mb = BUCKET_MB
@@ -34,7 +34,7 @@ class BucketHook:
         self.bytes_sent = 0.0
 
     def elements(self, bucket: dist.GradBucket) -> int:
-        """That travel for a bucket."""
+        """Number of elements sent for a bucket."""
         return bucket.buffer().numel()
 
     def run(self, bucket: dist.GradBucket) -> Any:
@@ -44,7 +44,7 @@ class BucketHook:
 
 
 class FP32Hook(BucketHook):
-    """Gradients as they are."""
+    """Gradients in fp32, without compression."""
 
     def __init__(self) -> None:
         super().__init__(allreduce_hook, None, 4)
@@ -60,8 +60,9 @@ class BF16Hook(BucketHook):
 class PowerSGDHook(BucketHook):
     """Low-rank gradients with error feedback (Vogels et al., NeurIPS 2019) after ``start`` steps in fp32."""
 
-    # All in one bucket: in the thread that ends a bucket's first all-reduce, torch's hook starts a second and waits for
-    # it. With several buckets, replicas start them in different orders, and two keep both of the threads that gloo has.
+    # Use with one bucket: in the thread that completes a bucket's first all-reduce, torch's hook starts a second and
+    # waits for it. With several buckets, replicas start them in different orders, and two of them block both gloo
+    # threads.
     bucket_mb = 25.0
 
     def __init__(self, start: int) -> None:
@@ -69,7 +70,7 @@ class PowerSGDHook(BucketHook):
         super().__init__(powerSGD_hook, state, 4)
 
     def elements(self, bucket: dist.GradBucket) -> int:
-        """Matrices for which two factors are less than half travel as these, everything else as it is."""
+        """Matrices are sent as two factors if these have less than half of the elements; all else uncompressed."""
         if self._state.iter < self._state.start_powerSGD_iter:
             return super().elements(bucket)
         self.kind = "low_rank"
@@ -81,7 +82,7 @@ class PowerSGDHook(BucketHook):
         return total
 
 
-# without annotations, which DistributedDataParallel would compare with types, not with their postponed names
+# without annotations: DistributedDataParallel compares them with types, and these would be strings
 def _run_hook(hook, bucket):  # type: ignore[no-untyped-def]
     return hook.run(bucket)
 
@@ -90,8 +91,8 @@ class DataParallel:
     """Adam on the mean gradient of all replicas.
 
     Args:
-        hook: makes the mean; None for no exchange at all, with which replicas go apart: to see what a step takes alone.
-        accumulate: micro-batches whose gradients are added up before each exchange and update.
+        hook: averages the gradients; None for no exchange (replicas diverge), to measure a step alone.
+        accumulate: micro-batches whose gradients are accumulated before each exchange and update.
     """
 
     def __init__(self, setup: Setup, hook: BucketHook | None, accumulate: int = 1) -> None:

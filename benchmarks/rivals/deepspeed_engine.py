@@ -1,7 +1,7 @@
-"""DeepSpeed 0.19.6's 1-bit Adam and 0/1 Adam: its engine and optimizers as they are, on gloo.
+"""DeepSpeed 0.19.6's 1-bit Adam and 0/1 Adam: its unmodified engine and optimizers, on gloo.
 
-What its 1-bit back end lacks on CPUs is supplied as in ``deepspeed_rival``. Gradients of full steps travel in bf16, as
-those of the other contestants do.
+What its 1-bit back end lacks on CPUs is supplied as in ``deepspeed_rival``. Gradients of full steps are sent in bf16,
+like those of the other contestants.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ MESSAGE_BYTES = 270
 
 
 class DeepSpeed:
-    """Trains with one of its optimizers.
+    """Contestant that trains with one of DeepSpeed's optimizers.
 
     Args:
         name: OneBitAdam or ZeroOneAdam.
         settings: the optimizer's own.
-        flat: make each parameter group one tensor, as DeepSpeed itself does for a 16-bit model: fewer messages, and
-            one scale for all of it. Of an fp32 model it sends every parameter by itself, in four collectives.
+        flat: make each parameter group one tensor, as DeepSpeed itself does for a 16-bit model: fewer messages, and one
+            scale for the group. For an fp32 model it exchanges every parameter separately, in four collectives.
     """
 
     def __init__(self, setup: Setup, name: str, settings: dict[str, Any], *, flat: bool) -> None:
-        warnings.simplefilter("ignore")  # it calls overloads that torch no longer likes
+        warnings.simplefilter("ignore")  # it calls overloads that torch has deprecated
         self._schedule = build_schedule(setup.config.optimizer, setup.steps)
         self._parameters = sum(parameter.numel() for parameter in setup.model.parameters())
         self._taken = 0
@@ -86,11 +86,11 @@ class DeepSpeed:
         return Exchanged("+".join(kinds) or "local", sent + one_bit)
 
     def replicated_weights(self) -> AbstractContextManager[None]:
-        """Each replica's own: DeepSpeed has no others between two synchronizations."""
+        """Each replica's own weights: DeepSpeed has no replicated weights between two synchronizations."""
         return nullcontext()
 
     def _count_one_bit(self, backend: Any) -> None:
-        """Bits of all elements and scales, to the servers and back."""
+        """Count the bytes of signs and scales, to the servers and back."""
         all_reduce, replicas = backend.compressed_allreduce, dist.get_world_size()
 
         def counted(_: Any, buffer: Any, worker_error: Any, *others: Any) -> Any:
@@ -102,15 +102,15 @@ class DeepSpeed:
 
 
 def without_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups of tensors, from those of pairs."""
+    """Parameter groups of tensors, from groups of (name, tensor) pairs."""
     return [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
 
 
 class FlatModel(nn.Module):
-    """A module whose only parameters are one flat tensor for each of ``groups``; the module inside has views of them.
+    """A module with one flat parameter for each of ``groups``; the wrapped module's parameters are views of them.
 
     Attributes:
-        groups: these parameter groups, of a flat tensor each.
+        groups: the parameter groups, of one flat tensor each.
     """
 
     def __init__(self, module: nn.Module, groups: list[dict[str, Any]]) -> None:
@@ -136,13 +136,13 @@ class FlatModel(nn.Module):
         return self._inside[0](*inputs)
 
     def clear_gradients(self) -> None:
-        """To be called before each backward pass, which adds to the gradients of the module inside."""
+        """Call before each backward pass, which accumulates into the gradients of the wrapped module."""
         for parameter, gradient in zip(self.flat, self._gradients, strict=True):
             parameter.grad = gradient.zero_()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what it prints as it goes."""
+    """Context manager that suppresses DeepSpeed's output."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield

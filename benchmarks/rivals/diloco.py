@@ -1,4 +1,4 @@
-"""DiLoCo (Douillard et al., arXiv:2311.08105): AdamW on each replica alone, and now and then an outer Nesterov step."""
+"""DiLoCo (Douillard et al., arXiv:2311.08105): AdamW on each replica, and periodic outer Nesterov steps."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 
 
 class OuterStep:
-    """The outer optimizer: SGD with Nesterov momentum on the mean way that the replicas went since the last step.
+    """The outer optimizer: SGD with Nesterov momentum on the mean outer gradient (weight change since the last outer
+    step).
 
     Args:
         weights: of this replica's model, fp32; the same on all replicas now.
-        rate, momentum: of the outer step; 1 and 0 make it the mean of the replicas' weights.
-        wire_dtype: type in which the ways travel.
+        rate, momentum: of the outer step; 1 and 0 make it an average of the replicas' weights.
+        wire_dtype: type in which outer gradients are sent.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class OuterStep:
 
     @torch.no_grad()
     def take(self) -> float:
-        """Move all replicas to the same new weights; returns the bytes that this one sent."""
+        """Take the outer step, after which all replicas have the same weights; returns the bytes this replica sent."""
         ways = [old - new for old, new in zip(self.common, self._weights, strict=True)]
         mean, sent = self._mean_way(torch.cat([way.flatten() for way in ways]))
         for weight, gradient in zip(self.common, mean.split([way.numel() for way in ways]), strict=True):
@@ -51,14 +52,14 @@ class OuterStep:
         return sent
 
     def _mean_way(self, way: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Of all replicas, and the bytes that this one sent for it; ``way``: flat, fp32."""
+        """Mean outer gradient of all replicas, and the bytes this replica sent for it; ``way``: its own, flat, fp32."""
         flat = way.to(self._wire_dtype)
         dist.all_reduce(flat)
         return flat.float() / dist.get_world_size(), ring_bytes(dist.get_world_size(), flat.nbytes)
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Inside, the model holds what the last outer step gave."""
+        """Context manager in which the model holds the weights of the last outer step."""
         own = [weight.clone() for weight in self._weights]
         torch._foreach_copy_(self._weights, self.common)
         yield
@@ -66,7 +67,7 @@ class OuterStep:
 
 
 class DiLoCo:
-    """An outer step, of those that replicas take together, every ``interval`` steps and after the last."""
+    """AdamW on each replica, with an outer step every ``interval`` steps and after the last."""
 
     def __init__(self, setup: Setup, interval: int, outer: OuterStep) -> None:
         schedule = build_schedule(setup.config.optimizer, setup.steps)

@@ -1,4 +1,4 @@
-"""The contestants by name: what each is built from, and which runs of ``convergence.py`` are tuned like it."""
+"""The contestants by name: how each is built, and which runs of ``convergence.py`` share its learning rate."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Entry:
 
     Attributes:
         title: in words.
-        optimizer, overrides: of the recipe's settings, for runs of so many steps.
-        build: from the setup on a replica.
-        tuned_here: its learning rate cannot be taken from ``convergence.py``, which knows no such optimizer.
-        needs: package that is no dependency of this project.
-        limits_of_run: what a run of so many steps makes of it, in words, if it is not what the title says.
+        optimizer, overrides: of the recipe's settings; overrides depend on the number of steps.
+        build: builds the contestant from the setup on a replica.
+        tuned_here: its learning rate cannot be taken from ``convergence.py``, which has no such optimizer.
+        needs: optional package that it requires.
+        limits_of_run: how a run of this many steps deviates from the title, in words; empty if it does not.
     """
 
     title: str
@@ -50,13 +50,13 @@ class Entry:
 
 
 def _library(title: str, optimizer: str, overrides: Callable[[int], dict[str, Any]] = lambda steps: {}) -> Entry:
-    """With full gradients in bf16, as the baseline's, where the optimizer has no type of its own for them."""
+    """bf16 gradients in full steps, like the baseline's, unless the optimizer has its own type for them."""
     wire = {} if optimizers()[optimizer].auto_wire else {"gradient_wire_dtype": "bf16"}
     return Entry(title, Library, optimizer, lambda steps: {**wire, **overrides(steps)})
 
 
 def _one_bit_adam(title: str, **changes: Any) -> Entry:
-    """As published: frozen after this share of the steps."""
+    """With the variance frozen after the published share of the steps."""
 
     def overrides(steps: int) -> dict[str, Any]:
         return {"freeze_step": max(1, round(FROZEN_SHARE * steps)), **changes}
@@ -65,7 +65,7 @@ def _one_bit_adam(title: str, **changes: Any) -> Entry:
 
 
 def _diloco(title: str, interval: int, outer: type[OuterStep], **settings: float) -> Entry:
-    """``settings``: rate and momentum of the outer step, if not the published ones."""
+    """``settings``: rate and momentum of the outer step; by default the published ones."""
 
     def build(setup: Setup) -> Contestant:
         return DiLoCo(setup, min(interval, setup.steps), outer(setup.model.parameters(), **settings))
@@ -91,7 +91,7 @@ def _intervals(title: str, **settings: Any) -> Entry:
 
 
 def _published(steps: int) -> dict[str, Any]:
-    """0/1 Adam's settings in its authors' BERT pretraining, which are DeepSpeed's example, for so many steps."""
+    """Settings of 0/1 Adam in its authors' BERT pretraining (DeepSpeed's example), scaled to ``steps``."""
     freeze, double = (max(1, round(steps * number / _BERT_STEPS)) for number in (12_500, 32_678))
     doubling = {"local_step_scaler": double, "local_step_clipper": 16}
     return {"var_freeze_step": freeze, "var_update_scaler": 16, **doubling}

@@ -13,7 +13,7 @@ from rivals.contestant import Exchanged, Setup
 
 
 class Library:
-    """The optimizer that the settings name."""
+    """Contestant that trains with the optimizer named in the settings."""
 
     def __init__(self, setup: Setup) -> None:
         schedule = build_schedule(setup.config.optimizer, setup.steps)

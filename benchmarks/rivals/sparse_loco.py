@@ -1,4 +1,4 @@
-"""SparseLoCo (Sarfi et al., arXiv:2508.15706): DiLoCo whose replicas exchange the largest few of what they changed."""
+"""SparseLoCo (Sarfi et al., arXiv:2508.15706): DiLoCo with top-k sparsified, quantized outer gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ DECAY = 0.95
 
 
 class SparseOuterStep(OuterStep):
-    """Weights move by the mean of what the replicas send: of each chunk the ``KEPT`` largest entries, in 2 bits each.
+    """Outer step with the mean of sparse messages: of each chunk the ``KEPT`` largest entries, in 2 bits each.
 
-    The rest stays in error feedback, on each replica. An entry travels as its place (12 bits), its sign, and one bit
-    that chooses between two magnitudes, a quarter and three quarters of the way from the smallest that is sent to the
-    largest; these two travel in fp32, once a chunk. Chunks run through all weights in their order, the last is padded.
+    The rest stays in each replica's error feedback. An entry is sent as its index (12 bits), its sign, and one bit that
+    selects one of two magnitudes, at a quarter and three quarters of the range between the smallest and the largest
+    sent; these two bounds are sent in fp32, once per chunk. Chunks run through all weights in order; the last is
+    padded.
 
     Args:
         weights: of this replica's model, fp32; the same on all replicas now.
@@ -45,14 +46,14 @@ class SparseOuterStep(OuterStep):
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:
-    """The message (bytes) of the largest entries of each row of ``values`` (rows, ``CHUNK``), fp32."""
+    """The message, uint8, of the largest entries of each row of ``values`` (rows, ``CHUNK``), fp32."""
     rows = len(values)
     places = values.abs().topk(KEPT, dim=1, sorted=False).indices  # (rows, KEPT)
     kept = values.gather(1, places)
     magnitudes = kept.abs()
     least, most = magnitudes.amin(1, keepdim=True), magnitudes.amax(1, keepdim=True)
     codes = 2 * (kept < 0).long() + (magnitudes > (least + most) / 2).long()
-    pairs = places.view(rows, KEPT // 2, 2)  # two places of 12 bits in three bytes
+    pairs = places.view(rows, KEPT // 2, 2)  # two 12-bit indices in three bytes
     place_bytes = torch.stack(
         [pairs[..., 0] >> 4, (pairs[..., 0] & 15) << 4 | pairs[..., 1] >> 8, pairs[..., 1] & 255], dim=-1
     )
@@ -62,9 +63,9 @@ def pack(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packet: torch.Tensor) -> torch.Tensor:
-    """The rows that ``pack`` made a message of, as far as it tells them: (rows, ``CHUNK``), fp32, most of it zero."""
+    """The rows decoded from a message of ``pack``: (rows, ``CHUNK``), fp32, mostly zero."""
     rows = len(packet)
-    ends = [8, KEPT * 12 // 8, KEPT // 4]  # a place has 12 bits, a code 2
+    ends = [8, KEPT * 12 // 8, KEPT // 4]  # an index has 12 bits, a code 2
     range_bytes, place_bytes, code_bytes = packet.split(ends, dim=1)
     least, most = range_bytes.contiguous().view(torch.float32).split(1, dim=1)
     first, middle, last = place_bytes.long().view(rows, KEPT // 2, 3).unbind(-1)

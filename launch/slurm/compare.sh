@@ -5,7 +5,7 @@
 #   PHASES=1 launch/slurm/compare.sh bert_base --train-iters 20000
 #
 # Models, flags and the environment are those of recipe.sh. Set ARRAY_LIMIT=1 to run one after the other: runs that share
-# a network disturb each other's times.
+# a network distort each other's step times.
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"
 [ $# -gt 0 ] || fail "expected a model: compare.sh [--dry-run] MODEL [FLAGS...]"

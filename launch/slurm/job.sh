@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What a SLURM job does; submit.sh submits it and sets what it reads in the environment:
+# The script of a SLURM job; submit.sh submits it and sets its environment variables:
 #
 #   job.sh [--dry-run | --print-task] SCRIPT [FLAGS...]
 #
-# One task per replica; pretrain_*.py finds its place in SLURM's variables.
+# One task per replica; pretrain_*.py reads its rank from SLURM's variables.
 set -euo pipefail
 
 show=
@@ -25,14 +25,14 @@ if [ -n "$VARIANTS" ]; then
     run_folder+=_$optimizer
     variant=(--config "configs/optimizer/$optimizer.yaml")
 fi
-# the optimizer's file follows the others, and flags win over all files
+# the optimizer's file comes after the others, and flags override all files
 task=("$PYTHON" "$@" "${variant[@]}"
     --save "$run_folder/checkpoints" --load auto --run-dir "$run_folder" --stopped-exit-code 75)
 check=("$PYTHON" -m megatron01 doctor --shared-folder "$run_folder")
 read -r -a container <<<"${CONTAINER:-}"
 read -r -a more <<<"${SRUN_OPTIONS:-}"
-# Tasks notice by themselves when one is lost, and may take some time to end in order; after --wait they are ended. With
-# --kill-on-bad-exit, the first to end with 75 would kill those that are still closing their files. Since 22.05, srun
+# Tasks detect a lost rank by themselves, and may take some time to shut down; after --wait they are killed. With
+# --kill-on-bad-exit, the first to exit with 75 would kill those that are still closing their files. Since 22.05, srun
 # does not take --cpus-per-task from the job, and would bind each task to one core.
 srun=(srun --kill-on-bad-exit=0 --cpus-per-task "${SLURM_CPUS_PER_TASK:-$CPUS_PER_TASK}" "${more[@]}")
 start=("${srun[@]}" --wait 300 --output "$run_folder/logs/%j-%t.log" --open-mode append "${container[@]}")
@@ -46,14 +46,14 @@ if [ -n "$show" ]; then
     echo
     exit
 fi
-# what it loads and exports reaches the tasks; set -u would end what some clusters' modules do
+# what it loads and exports is passed to the tasks; some clusters' modules fail under set -u
 if [ -n "${PROLOGUE:-}" ]; then
     set +u
     source "$PROLOGUE"
     set -u
 fi
 
-# Which interface carries what is said in docs/launching.md. What is exported where submit.sh is called reaches the tasks.
+# For network interfaces see docs/launching.md. Variables exported where submit.sh is called are passed to the tasks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 newest() { cat "$run_folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none; }
@@ -72,11 +72,11 @@ status=0
 
 again() {
     echo "$1; starting again from checkpoint $(newest)"
-    # the number of an array's last job is that of the whole array, which must not be requeued
+    # the id of an array's last job is that of the whole array, which must not be requeued
     scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_JOB_ID:+_$SLURM_ARRAY_TASK_ID}"
 }
 
-# 0 done, 2 a mistake in settings or data, 75 told to stop; all else is a fault, and may be over at the next start
+# 0 done, 2 an error in settings or data, 75 told to stop; all else is a fault, which a restart may cure
 faults=$run_folder/faults_since_checkpoint
 case $status in
 0)

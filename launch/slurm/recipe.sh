@@ -6,19 +6,19 @@
 #
 #   MODEL       bert_base, bert_large, gpt2_117m, gpt2_345m
 #   OPTIMIZER   a file of configs/optimizer: zero_one_adam, one_bit_adam, adam ...; several make one job array, whose jobs
-#               differ in nothing else
-#   FLAGS       of pretrain_bert.py or pretrain_gpt.py, such as --lr 2e-4; they win over the recipe
+#               differ only in the optimizer
+#   FLAGS       of pretrain_bert.py or pretrain_gpt.py, such as --lr 2e-4; they override the recipe
 #
 # BERT is trained in two phases, sequences of 128 and then of 512 tokens: two jobs, of which the second waits for the
-# end of the first and continues it; PHASES=1 leaves it out, PHASES=2 submits it alone. What a run writes goes to
+# end of the first and continues it; PHASES=1 omits the second, PHASES=2 submits it alone. What a run writes goes to
 # runs/MODEL_OPTIMIZER. Everything that can be set for submit.sh in the environment can be set here too.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd -P)
 source "$here/../common.sh"
-if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone its top is where names start
+if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone, paths are relative to its root
     cd "$here/../.."
     here=launch/slurm gpt=(pretrain_gpt.py) bert=(pretrain_bert.py)
-else # in an installed package the configurations are beside the scripts, and found by name
+else # in an installed package, configurations are next to the scripts and found by name
     gpt=(pretrain gpt) bert=(pretrain bert)
 fi
 configs=$here/../../configs

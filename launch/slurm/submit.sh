@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submit a pretraining run to SLURM, which starts it again until it is done:
+# Submit a pretraining run to SLURM, which restarts it until it is done:
 #
 #   launch/slurm/submit.sh [--dry-run] NAME SCRIPT [FLAGS...]
 #   NODES=16 launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
@@ -11,13 +11,13 @@
 #   TASKS_PER_NODE=8    replicas on each, with a GPU each
 #   GPUS_PER_NODE=8     0 for CPUs; TASKS_PER_NODE when not given
 #   CPUS_PER_TASK=8     cores of a replica and its data loader
-#   TIME=24:00:00       limit of one start; the run goes on in the next
-#   WARNING=300         seconds before it at which the tasks are told to save and end
+#   TIME=24:00:00       time limit of one start; the run resumes in the next
+#   WARNING=300         seconds before that limit at which the tasks are told to save and exit
 #   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
 #   DOCTOR=yes          check the machines at every start (megatron01 doctor); no: leave it out
 #   AFTER=              number of a job whose end this one waits for
-#   VARIANTS=           files of configs/optimizer, with blanks between: runs/NAME_VARIANT for each, as one job array if
-#                       they are several
+#   VARIANTS=           files of configs/optimizer, separated by blanks: runs/NAME_VARIANT for each, as one job array if
+#                       there are several
 #   ARRAY_LIMIT=        how many of them run at the same time; all, if not given
 #   SBATCH_OPTIONS=     anything else, such as "--account=me --partition=long --exclusive --mem=0"
 #   SRUN_OPTIONS=       the same for the srun that starts the tasks, such as "--cpu-bind=cores"
@@ -34,7 +34,7 @@
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd -P)
 source "$here/../common.sh"
-if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone its top is where names start; an installed package has none
+if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone, paths are relative to its root; an installed package has none
     cd "$here/../.."
     here=launch/slurm
 fi
@@ -98,7 +98,7 @@ if [ ${#dry_run[@]} -gt 0 ]; then
     exit
 fi
 command -v sbatch >/dev/null || fail "there is no sbatch on this machine; log in to the cluster first"
-# a mistake in the settings is found here, not after hours in the queue; what runs in a container may be missing here
+# finds errors in the settings here, not after hours in the queue; the container's environment may be missing here
 checked=yes
 if [[ -n $CONTAINER || $SRUN_OPTIONS == *--container* ]] && ! "$PYTHON" -c 'import megatron01' 2>/dev/null; then
     checked=no
