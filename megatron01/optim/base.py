@@ -675,8 +675,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             scaler = self._guard.loss_scaler
             if scaler is not None and not scaler.was_read:
                 raise UserError(
-                    f"loss_scaler is given, but its scale of {scaler.scale:g}, by which gradients are divided, was never"
-                    " read: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
+                    f"loss_scaler is given, but its scale of {scaler.scale:g}, by which gradients are divided, was"
+                    " never read: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
                 )
             return self._guard.loss_scale
         if self._guard.loss_scaler is not None or self._early.is_attached:

@@ -54,8 +54,7 @@ def show(config: ForecastSettings) -> None:
     )
     require(
         not config.distributed.shard_optimizer or processes > 1,
-        "shard_optimizer is set, but processes_per_node is 1, so there is nothing to shard;"
-        " give --processes-per-node",
+        "shard_optimizer is set, but processes_per_node is 1, so there is nothing to shard; give --processes-per-node",
     )
     if config.forecast.memory:
         _show_memory(config)
