@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
 
 @pytest.mark.slow
 def test_every_optimizer_follows_whole_replicas_and_keeps_what_all_parts_hold_equal(corpus, tmp_path):
-    """The comparison after every step is of x and v: of each part over the replicas, of what all hold over all."""
+    """The check after every step compares x and v: shards over the replicas, replicated parameters over all ranks."""
 
     def configs(kind: str, **changes: Any) -> list[Any]:
         return [
@@ -133,7 +133,7 @@ def test_resuming_is_exact_to_the_bit(corpus, tmp_path):
 
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Master weights by parameter of an Adam run, put together."""
+    """Master weights by parameter of an Adam run, with shards put together."""
     metadata, parts = read_metadata(checkpoint), read_metadata(checkpoint).tensor_model_parallel_size
     partitions, state = partitions_for(gpt_config(checkpoint).model, metadata.parameters), stored_state(checkpoint)
     found = {}
@@ -153,7 +153,7 @@ def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_path):
-    """1 part x 2 replicas, then 2 x 1, then 1 x 1, each time between two synchronizations."""
+    """Tensor-parallel size 1 x 2 replicas, then 2 x 1, then 1 x 1, each time between two synchronizations."""
     settings = {"global_batch_size": 12, "train_iters": 30, "micro_batch_size": 2, "eval_iters": 1}
     config = gpt_config(
         corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), **settings, **NO_DROPOUT

@@ -25,7 +25,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def mean_in_bf16(values: Arrays) -> np.ndarray:
-    """The mean of bf16 gradients as it travels and is stored."""
+    """The mean of bf16 gradients, rounded as it is sent and stored."""
     return bf16(mean_of(values))
 
 
@@ -83,7 +83,7 @@ class OneBitMean:
     Every block has one server, whichever it is, so one server error per parameter is enough.
 
     Attributes:
-        margin: how far any bit was from the other one, at least, in units of the quantized element's size.
+        margin: the least distance of any element from a flipped bit, in units of the quantized element's size.
     """
 
     def __init__(self, n: int, shapes: list[tuple[int, ...]], block_size: int) -> None:
@@ -93,7 +93,7 @@ class OneBitMean:
         self.margin = np.inf
 
     def mean(self, p: int, values: Arrays, active: np.ndarray, step: int = 0) -> np.ndarray:
-        """What all replicas take for the mean of parameter ``p``; elements that are not active are 0."""
+        """The result of the exchange of parameter ``p`` on all replicas; elements that are not active are 0."""
         sent = []
         for i, value in enumerate(values):
             corrected = np.where(active, value + self.worker_error[i][p], 0.0)
