@@ -43,7 +43,7 @@ def clipped(gradients: Arrays, max_norm: float | None, ratio: float = 1.0) -> Ar
 
 
 class Clipping:
-    """Clips by the norm of the mean gradient, or what is known of it from the steps at which the mean was taken.
+    """Clips by the norm of the mean gradient, or by an estimate from the steps at which the mean was taken.
 
     Attributes:
         ratio: |mean of g_i| / root mean square of |g_i|, a fifth of each new one and four fifths of before.
@@ -165,7 +165,7 @@ class LevelMean(OneBitMean):
             level = np.minimum(np.floor(place), half - 1)
             out[block] = np.where(flat[block] >= 0, 1.0, -1.0) * scale * ((level + 0.5) / half) ** 2
             kept, rest = active.ravel()[block], largest / cell % 1.0
-            inner = np.round(place)[kept]  # the bound between two intervals that is nearest
+            inner = np.round(place)[kept]  # the nearest bound between two intervals
             apart = np.abs(place[kept] - inner)[(inner > 0) & (inner < half)]
             signs = sizes[kept & (sizes > 0)] / scale
             of_scale = min(rest, 1.0 - rest) * cell / largest

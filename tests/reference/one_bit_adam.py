@@ -60,7 +60,7 @@ class OneBitAdamReference:
         return [x.copy() for x in self.x]
 
     def delayed_weights(self, replica: int) -> Arrays:
-        """The same, where the result of the last step's exchange is not there yet."""
+        """The same, before the result of the last step's exchange is applied."""
         return self.weights(replica) if self.views is None else self.views[replica]
 
     def step(self, gradients: list[Arrays]) -> None:

@@ -182,5 +182,5 @@ class Reference:
         return [P * x - self._scaled(p, own[p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))]
 
     def delayed_weights(self, replica: int) -> Arrays:
-        """The same, where the result of the last step's exchange is not there yet."""
+        """The same, before the result of the last step's exchange is applied."""
         return self.weights(replica) if self.views is None else self.views[replica]
