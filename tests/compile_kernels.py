@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and prints what came of it: one JSON object a line.
+"""Compiles every Triton kernel for GPUs that need not be present, and prints the results: one JSON object per line.
 
     python -m tests.compile_kernels 80 90
 
@@ -54,7 +54,7 @@ class Compiler:
     """Stands in for ``JITFunction.run``.
 
     Attributes:
-        label: what is compiled from now on.
+        label: name of what is compiled from now on.
     """
 
     def __init__(self, capabilities: list[int]) -> None:
@@ -89,7 +89,7 @@ class Compiler:
 
 
 def describe(kernel: Any) -> dict[str, Any]:
-    """What tests ask about a compiled kernel."""
+    """The properties of a compiled kernel that tests check."""
     ptx = kernel.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -113,7 +113,7 @@ def describe(kernel: Any) -> dict[str, Any]:
 
 
 def summed_axes(ttir: str) -> list[int]:
-    """Lengths of the axes over which floats are added."""
+    """Lengths of the axes over which floats are summed."""
     lengths, axis = [], 0
     for line in ttir.splitlines():
         if start := re.search(r'"tt\.reduce"\(.*axis = (\d+)', line):
@@ -152,7 +152,7 @@ def compile_rows(compiler: Compiler) -> None:
 
 
 def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.dtype) -> None:
-    """For parameters and gradients of this type, and state of that."""
+    """For parameters and gradients of the one dtype, and optimizer state of the other."""
     name = " and ".join(str(given).removeprefix("torch.") for given in (dtype, state_dtype))
     kernels, count = TritonKernels(torch.device("cpu")), 4 * BLOCK_SIZE
     everything = Phase(gradient=True, synchronize=True, write_weights=True)
@@ -183,7 +183,7 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
 
 if __name__ == "__main__":
     assert not gpu.INTERPRETED
-    gpu.INTERPRETED = True  # so that tensors on the CPU will do
+    gpu.INTERPRETED = True  # so that CPU tensors are accepted
     compiler = Compiler([int(argument) for argument in sys.argv[1:]])
     JITFunction.run = lambda kernel, *arguments, **keywords: compiler.run(kernel, *arguments, **keywords)  # type: ignore[method-assign]
     compile_codec(compiler)

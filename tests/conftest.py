@@ -1,4 +1,4 @@
-"""Settings that must stand before any test module is imported, and what a run of tests says at its end."""
+"""Settings that must be made before any test module is imported, and the summary at the end of a test run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, settings
 
 import tests.triton_setup  # noqa: F401  (sets a variable that Triton reads when it is imported)
 
-torch.set_num_threads(1)  # tests run beside each other: threads that wait for one another would keep cores from others
+torch.set_num_threads(1)  # tests run in parallel: threads that wait for one another would keep cores from other tests
 
-# The first call of a kernel loads or compiles it; a fixture folder may be written to again: no deadline and no check.
+# A kernel's first call loads or compiles it, and fixture folders may be written to repeatedly: no deadline, no check.
 _ALWAYS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.register_profile("ci", _ALWAYS, max_examples=100, print_blob=True)
 settings.register_profile("dev", _ALWAYS, max_examples=20)
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What was left out and why: nothing that this machine can have is to be missing unnoticed."""
+    """Lists the skipped tests and the reasons, so that a missing dependency is noticed."""
     reports = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in reports)
     terminalreporter.section("skipped")

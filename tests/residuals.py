@@ -1,4 +1,4 @@
-"""What error feedback still holds, of all replicas together."""
+"""The residuals of error feedback, over all replicas."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ from megatron01.comm import ErrorPlace
 def add_errors(
     places: Mapping[str, ErrorPlace], errors: Mapping[str, torch.Tensor], value: torch.Tensor, block_size: int
 ) -> None:
-    """Add to ``value`` what makes its mean over the replicas that of all the errors too; both are given by name."""
+    """Add this replica's errors, scaled so that the mean of ``value`` over replicas includes all; keyed by name."""
     for name, place in places.items():
         place.add(errors[name], value, block_size)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 120.0
-GRACE_SECONDS = 3.0  # time for the other ranks to end by themselves after the first failure
+GRACE_SECONDS = 3.0  # for the other ranks to exit by themselves after the first failure
 
 
 class RankFailed(AssertionError):
@@ -100,7 +100,7 @@ def _wait(processes: list[Any], may_die: Collection[int], timeout: float) -> tup
             if code != 0 and rank not in may_die and failed is None:
                 failed = rank, f"ended with exit code {code}"
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if set(running.values()) <= set(may_die):  # one of them may hang
+        if set(running.values()) <= set(may_die):  # a rank that may die may also hang
             deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return failed
 
@@ -128,7 +128,7 @@ def _run_rank(
         result = worker(rank, world_size, *args)
         Path(folder, f"{rank}.result").write_bytes(pickle.dumps(result))
         if default_group and dist.is_initialized():
-            dist.barrier()  # nobody closes its connections while another rank still talks
+            dist.barrier()  # no rank closes its connections while another still communicates
             dist.destroy_process_group()
     except BaseException:
         Path(folder, f"{rank}.traceback").write_text(traceback.format_exc())

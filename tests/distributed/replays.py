@@ -1,4 +1,4 @@
-"""Runs of any optimizer on given gradients, to be held against a float64 reference of all its replicas."""
+"""Runs of any optimizer on given gradients, compared with a float64 reference of all its replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def initial_weights() -> Arrays:
 
 
 def gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
-    """A noisy pull of each weight towards a target of this replica's own, different in scale between parameters."""
+    """Noisy gradients that pull each weight towards a target of this replica, with another scale for each parameter."""
     rng = np.random.default_rng((step, replica, seed))
     pull = []
     for index, weight in enumerate(weights):
@@ -33,13 +33,13 @@ def gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays
 
 
 def fixed_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
-    """fp32 numbers that do not depend on the weights, so that rounding of those changes no gradient."""
+    """fp32 gradients that do not depend on the weights, so that rounding of the weights does not change them."""
     rng = np.random.default_rng((step, replica, seed))
     return [(0.5 + rng.standard_normal(weight.shape)).astype(np.float32) for weight in weights]
 
 
 def given_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
-    """bf16 numbers that do not depend on the weights, so that rounding of those changes nothing that follows."""
+    """bf16 gradients that do not depend on the weights, so that rounding of the weights does not change later steps."""
     rng = np.random.default_rng((step, replica, seed))
     return [bf16(0.5 + rng.standard_normal(weight.shape)) for weight in weights]
 
@@ -52,7 +52,7 @@ class Case:
         weight_decay, lr_scale: for each parameter; empty for the defaults.
         dtype: of the weights and gradients.
         margin: how far from a tie every bit must be, in units of the quantized element's size.
-        delayed: whether gradients are taken at what the replica's model holds before the exchange's result is there.
+        delayed: whether gradients are taken at the model's weights before the result of the exchange is applied.
     """
 
     optimizer: type[FlatOptimizer]
@@ -84,7 +84,7 @@ class Case:
 
 @dataclass
 class Trace:
-    """What a replica was after each step: kinds, fingerprints, master weights and the model's own."""
+    """A replica after each step: kind of step, fingerprint, master weights and the model's weights."""
 
     kinds: list[str] = field(default_factory=list)
     fingerprints: list[str] = field(default_factory=list)
@@ -103,7 +103,7 @@ def arrays(tensors: Any) -> Arrays:
 
 
 def replay(case: Case, rank: int, seed: int, **options: Any) -> Trace:
-    """Run a case. With a delay, only the model's weights are looked at: a look at the state would end the delay."""
+    """Run a case. With a delay, only the model's weights are read: reading the state would end the delay."""
     parameters, optimizer = case.build(**options)
     trace = Trace()
     for step in range(case.schedule.total_steps or 0):
@@ -128,7 +128,7 @@ def replay_cases(rank: int, size: int, cases: dict[str, tuple[Case, int]], optio
 
 @dataclass
 class Expected:
-    """What a reference makes of a case with ``seed``."""
+    """The reference's run of a case with ``seed``."""
 
     seed: int
     reference: Any
@@ -147,9 +147,9 @@ def average_of(case: Case, n: int) -> Callable[[Arrays], np.ndarray]:
 
 
 def expect(case: Case, n: int, build_reference: Callable[[int, Arrays], Any]) -> Expected:
-    """Replay a case in float64, with the first seed for which no bit hangs on a rounding error.
+    """Replay a case in float64, with the first seed for which no bit depends on a rounding error.
 
-    A bit decided by rounding would send fp32 and float64 two different ways, both right.
+    After a bit decided by rounding, fp32 and float64 would diverge although both are right.
     """
     for seed in range(60):
         expected = Expected(seed, build_reference(n, case.initial_weights()))
@@ -171,7 +171,7 @@ def _follow(case: Case, n: int, expected: Expected) -> bool:
 
 
 def assert_same(case: Case, expected: Expected, traces: list[Trace]) -> None:
-    """Every replica did what the reference says, and x is the same bits on all of them."""
+    """Every replica matches the reference, and x is bit-identical on all of them."""
     last = len(expected.masters) - 1
     for rank, trace in enumerate(traces):
         assert trace.kinds == expected.reference.kinds

@@ -1,4 +1,4 @@
-"""ZeroOneAdam on what people train: compiled models, groups, frozen, tied, empty and scalar parameters, schedulers."""
+"""ZeroOneAdam on real models: compiled; parameter groups; frozen, tied, empty and scalar parameters; schedulers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(
     steps: int = STEPS,
     make_batch: Callable[[int, int], tuple[Tensor, Tensor]] = batch,
 ) -> dict[str, Any]:
-    """Losses, what each step was, fingerprints, and at the end the weights on which replicas agree."""
+    """Losses, kinds of steps, fingerprints, and the replicated weights at the end."""
     trace: dict[str, Any] = {"losses": [], "kinds": [], "rates": [], "intervals": [], "fingerprints": []}
     for step in range(steps):
         inputs, targets = make_batch(rank, step)
@@ -188,11 +188,11 @@ def test_tied_weights_are_one_parameter() -> None:
 
 
 def accumulated(rank: int, size: int) -> list[dict[str, Any]]:
-    """Batches of 16 as a whole, in four parts, and in four parts added up in ``main_grad``."""
+    """Batches of 16: whole, in four micro-batches, and in four micro-batches accumulated in ``main_grad``."""
     traces = []
     for parts, with_main_grad in ((1, False), (4, False), (4, True)):
         model = network()
-        # no bits: with them, a sign that hangs on a rounding error would part the runs
+        # not quantized: a sign that depends on a rounding error would make the runs diverge
         optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE, compressor="none", max_grad_norm=1.0)
         if with_main_grad:
             for parameter in model.parameters():
@@ -229,7 +229,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole() -> None:
 
 
 def main_grad_of_bf16(rank: int, size: int) -> tuple[float, float]:
-    """What a step makes of 64 gradients of 1 on top of one of 256, added up in fp32 and in bf16: 320 or 256."""
+    """The gradient of a step after accumulating 256 and 64 times 1, in fp32 and in bf16: 320 or 256."""
     norms = []
     for with_main_grad in (True, False):
         parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))

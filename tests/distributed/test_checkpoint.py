@@ -93,7 +93,7 @@ def test_every_rank_gets_its_state_back_in_place(tmp_path, world_size):
     assert names == {"latest_checkpointed_iteration.txt", "iter_0000003", "iter_0000012"}
     checkpoint = iteration_folder(tmp_path, 12)
     assert (checkpoint / "config.yaml").read_text() == "a: 1\n"
-    # x and v once, whatever the number of replicas, and u for each of them
+    # x and v once for all replicas, and u once per replica
     expected = 4 * (2 * SIZE + world_size * SIZE // 2)
     assert expected <= sum(path.stat().st_size for path in checkpoint.iterdir()) < expected + 20_000
 

@@ -1,4 +1,4 @@
-"""Saving in the background: what is written, when a run waits for it, and what happens when it fails."""
+"""Asynchronous saves: what is written, when a run waits for it, and what happens when it fails."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Run:
             tensor.copy_(torch.arange(tensor.numel()).reshape(tensor.shape) + 7 * position + iteration + own)
 
     def save(self, iteration, **arguments):
-        """Save, and change all tensors at once."""
+        """Save, and change all tensors immediately afterwards."""
         self.fill(self.replicated | self.replica, iteration, self.group.rank)
         self.values["list"] = [iteration]
         self.writer.save(iteration, lambda: self.state(iteration), **arguments)
@@ -119,14 +119,14 @@ def save_while_training(rank, world_size, folder):
             assert run.lines == [] and read_tracker(Path(folder)) is None
             group.barrier()
             threading.Timer(0.3, may_write.set).start()
-            run.save(20, on_the_way=True)  # waits for the other
+            run.save(20, on_the_way=True)  # waits for the save before it
             assert run.lines == [f"saved {folder}/iter_0000010"] and len(begun) in (1, 2)
             assert run.writer.saved_iteration == 10
             run.writer.wait()
             run.check_saved(folder, 10)
             assert run.writer.saved_iteration == 20
             run.save(30, on_the_way=True)
-            run.save(30)  # the last one: is there already, once it has been waited for
+            run.save(30)  # the last one: complete once it has been waited for
             assert len(begun) == 3 and run.writer.saved_iteration == 30
         run.check_saved(folder, 20)
         run.check_saved(folder, 30)
@@ -213,7 +213,7 @@ def test_a_replica_that_is_lost_while_it_saves_ends_the_others(tmp_path, action,
 
 
 def fail_in_the_middle(rank, world_size, folder):
-    """What nobody has thought of happens to one rank, in the middle of what all do together."""
+    """One rank raises an unexpected error in the middle of a collective save."""
     with joined(world_size) as group:
         run = Run(group, folder)
         if rank == 1:
@@ -271,7 +271,7 @@ run_as_program(main)
 
 
 def test_a_process_that_must_end_does_not_wait_for_a_save(tmp_path):
-    """And ends with a status of its own: an interpreter that takes itself apart under a busy thread may abort."""
+    """And exits with the expected status: an interpreter that finalizes while a thread is busy may abort."""
     command = [sys.executable, "-c", ENDING_EARLY, str(tmp_path)]
     finished = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300)
     assert finished.returncode == 130 and finished.stderr == ""

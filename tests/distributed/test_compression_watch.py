@@ -1,4 +1,4 @@
-"""What the bits lose is measured."""
+"""The compression watch measures what quantization loses."""
 
 from __future__ import annotations
 

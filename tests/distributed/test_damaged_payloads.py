@@ -1,4 +1,4 @@
-"""Payloads that arrive with a flipped bit: who has received one stops before the weights or the state change."""
+"""Payloads that arrive with a flipped bit: the receiver stops before its weights or state change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = {"full": 1, "one_bit": 2}
 
 
 class Damaging:
-    """``Work`` that flips a bit of what has arrived from the last sender."""
+    """``Work`` that flips a bit of the row received from the last sender."""
 
     def __init__(self, work: Any, received: torch.Tensor) -> None:
         self._work, self._received = work, received
@@ -30,21 +30,21 @@ class Damaging:
 
 
 def two_nodes(size: int) -> Topology:
-    """Of the default group's ranks, the first half on one node."""
+    """The default group's ranks on two nodes, the first half on one of them."""
     local, _ = dist.new_subgroups(size // 2)
     across, _ = dist.new_subgroups_by_enumeration([list(range(rank, size, size // 2)) for rank in range(size // 2)])
     return Topology.hierarchical(*(TorchTransport(group, checks=True) for group in (None, local, across)))
 
 
 def state_of(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:
-    """All that lasts from step to step; u does not right after a synchronization."""
+    """All state that is kept between steps; not u, which is reset at a synchronization."""
     local, errors = optimizer._local, optimizer._replica_buffers()
     state = {"x": local.x, "v": local.v, "m": local.m, "weights": optimizer.param_groups[0]["params"][0].detach()}
     return state | {name: error for name, error in errors.items() if name.endswith("error")}
 
 
 def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dict[str, Any]:
-    """What becomes of a step in which collective ``number`` of rank 1 brings a damaged row."""
+    """The result of a step in which collective ``number`` of rank 1 receives a damaged row."""
     topology = Topology.flat() if size == 2 else two_nodes(size)
     parameter = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 4096))
     optimizer = ZeroOneAdam(
@@ -82,7 +82,7 @@ def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dic
             message = str(error)
         except RuntimeError:
             message = "lost"
-        dist.destroy_process_group()  # who has stopped says no more, nor waits for others
+        dist.destroy_process_group()  # a rank that has stopped neither sends nor waits
     changed = {name for name, now in state_of(optimizer).items() if not torch.equal(before[name], now)}
     return {"message": message, "changed": changed}
 
@@ -91,13 +91,13 @@ SERVER = {"server_error", "gradient_server_error"}
 """What a server has taken into its own residual when results go back."""
 
 
-@pytest.mark.parametrize("number", [2, 6])  # of the four buckets: on the way to the servers, and back
+@pytest.mark.parametrize("number", [2, 6])  # of four buckets: an all-to-all to the servers, an all-gather back
 @pytest.mark.parametrize(("kind", "wire"), [("one_bit", "4bit"), ("full", "4bit"), ("full", torch.bfloat16)])
 def test_nothing_changes_where_a_damaged_payload_arrives(kind: str, wire: Any, number: int) -> None:
     first, second = run_ranks(damaged_step, 2, kind, number, wire, timeout=40.0)
     assert "replica 1 received from replicas [1]" in second["message"] and "checksum" in second["message"]
     assert second["changed"] <= SERVER if number == 6 else not second["changed"]
-    if number == 2 and wire == "4bit":  # the server says nothing more, and so nobody goes on
+    if number == 2 and wire == "4bit":  # the server sends nothing more, so the other stops too
         assert first["message"] == "lost" and first["changed"] <= SERVER
 
 

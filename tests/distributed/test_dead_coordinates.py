@@ -1,4 +1,4 @@
-"""The key bias of attention, whose gradient is rounding noise, must not be blown up by the 1-bit exchange."""
+"""The key bias of attention, whose gradient is rounding noise, must not grow by the 1-bit exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 300
 
 
 class OneLayer(nn.Module):
-    """Self-attention with one fused bias, of which the key's third is invisible to the softmax."""
+    """Self-attention with one fused bias; the key's third of it does not change the softmax."""
 
     def __init__(self, width: int = 48) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def largest_key_bias(rank: int, size: int, name: str, threshold: float) -> float
     if name == "adam":
         optimizer = Adam([{"params": list(model.named_parameters())}], schedule)
     else:
-        optimizer = ZeroOneAdam(  # without the bound on steps, which would hide what the rule does
+        optimizer = ZeroOneAdam(  # without the bound on steps, which would hide the effect of the threshold
             model.named_parameters(), schedule, dead_threshold=threshold, variance_kappa=4, step_bound=None
         )
     module = optimizer.attach(model)
@@ -50,7 +50,7 @@ def largest_key_bias(rank: int, size: int, name: str, threshold: float) -> float
 
 @pytest.mark.slow
 def test_the_key_bias_stays_near_adams() -> None:
-    """One bit everywhere would give it the scale of the block, which it shares with query and value."""
+    """Without the threshold it would move by the scale of its block, which it shares with query and value."""
     adam = run_ranks(largest_key_bias, 2, "adam", 0.0)[0]
     ours = run_ranks(largest_key_bias, 2, "zero_one_adam", 1e-3)[0]
     without_rule = run_ranks(largest_key_bias, 2, "zero_one_adam", 0.0)[0]

@@ -1,4 +1,4 @@
-"""Exchanges whose result is received one step later."""
+"""Delayed synchronization: the result of an exchange is applied one step later."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_gradients_are_taken_before_the_result_is_there_and_all_else_is_the_same
 
 
 def settled(rank: int, size: int) -> dict[str, Any]:
-    """Weights before, inside and after each look at the state while a step is under way, and the master weights."""
+    """Weights before, during and after each read of the state while an exchange is in flight, and master weights."""
     results: dict[str, Any] = {}
     for look in ("fingerprint", "replica_state", "master_parameters", "state_dict", "replicated_weights"):
         parameters, optimizer = Case(ZeroOneAdam, COSINE, {"delay": True, "variance_kappa": 1}).build()
@@ -109,7 +109,7 @@ def test_looking_at_the_state_receives_what_is_under_way_and_keeps_the_weights_o
 
 
 def overflowing(rank: int, size: int, delay: bool) -> list[Any]:
-    """fp16 with overflows of one replica, in every kind of step: reports and common state after each step."""
+    """fp16 with overflows on one replica in every kind of step: reports and replicated state after each step."""
     case = Case(
         ZeroOneAdam,
         LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=8, total_steps=60),
@@ -120,9 +120,9 @@ def overflowing(rank: int, size: int, delay: bool) -> list[Any]:
     parameters, optimizer = case.build(loss_scaler=LossScaler(initial=2.0**16, hysteresis=1, window=7))
     trace = []
     for step in range(60):
-        # given before the step, and taken at other weights with a delay: what is compared does not depend on them
+        # gradients independent of the weights: with a delay they would be taken at other weights
         scale = optimizer.loss_scale
-        # in fp16 to the bit at any scale
+        # exact in fp16 at any loss scale
         noise = given_gradients(case.initial_weights(), rank, step)
         set_gradients(parameters, [g * (scale / 1024) for g in noise])
         if rank == 1 and step in (2, 5, 6, 14, 23, 39, 40):
@@ -139,19 +139,19 @@ def overflowing(rank: int, size: int, delay: bool) -> list[Any]:
 
 
 def test_an_exchange_called_off_late_leaves_no_trace() -> None:
-    """With gradients that do not depend on the weights, looked at after each step, a delay must change nothing."""
+    """With gradients that do not depend on the weights and state read after each step, a delay must change nothing."""
     delayed, prompt = (run_ranks(overflowing, 2, delay) for delay in (True, False))
     for late, usual in zip(delayed, prompt, strict=True):
         for step, (one, other) in enumerate(zip(late, usual, strict=True)):
             assert one[0] == other[0], f"step {step}"
-            assert one[5] in (other[5], usual[step - 1][5]), f"scale after step {step}"  # moved one step later
+            assert one[5] in (other[5], usual[step - 1][5]), f"scale after step {step}"  # may change one step later
             assert one[2] == one[3], "the gradient was divided by another scale than it was multiplied by"
             if other[1] == "skipped" and step in (2, 5, 6):
                 assert one[4] and other[4], f"step {step}"
 
 
 def scale_in_flight(rank: int, size: int) -> tuple[list[float], list[float]]:
-    """Momentum after each step with gradient 1 times the loss scale, which an overflow under way is about to halve."""
+    """Momentum after each step with gradient 1 times the loss scale, which an overflow in flight is about to halve."""
     parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.float16))
     optimizer = OneBitAdam(
         [parameter],
@@ -176,7 +176,7 @@ def scale_in_flight(rank: int, size: int) -> tuple[list[float], list[float]]:
 def test_the_loss_scale_may_move_while_a_gradient_is_made() -> None:
     for scales, momentum in run_ranks(scale_in_flight, 2):
         assert len(set(scales)) > 1
-        # ten steps count; the exchanged mean of equal values loses what its scale in bf16 does
+        # ten steps count; quantization of equal values loses only the rounding of the scale to bf16
         assert momentum == pytest.approx([1 - 0.9**10] * 64, rel=2.0**-8)
 
 
@@ -246,7 +246,7 @@ def evaluate(optimizer: Any) -> None:
 
 
 def at_any_step(rank: int, size: int, case: Case) -> bool:
-    """Whether looks after every step, or a stop after any of them and a new start, leave the bits as they are."""
+    """Whether the run is bit-identical if the state is read after every step, or if it is resumed after any step."""
 
     def build() -> Any:
         return case.build(loss_scaler=LossScaler(initial=1024.0, hysteresis=1, window=7))

@@ -1,4 +1,4 @@
-"""The full-precision mean: flat and over simulated nodes, at once and bucket by bucket."""
+"""The full-precision all-reduce: flat and over simulated nodes, as a whole and bucket by bucket."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_rows_are_averaged_alike_at_once_and_in_turn(monkeypatch: pytest.MonkeyP
 
 
 class Buffer:
-    """What a mean reads, and a place for what it writes; in two pieces, of which one starts at the block ``cut``."""
+    """Source and target of an all-reduce, in two pieces, of which the second starts at the block ``cut``."""
 
     def __init__(self, value: torch.Tensor, cut: int | None = None) -> None:
         self.value = value.view(-1, BLOCK)
@@ -72,14 +72,14 @@ def wire_types(topology: Topology, num_blocks: int, bucket: int) -> dict[str, An
     for dtype in TOLERANCE:
         reduce = DenseAllReduce(layout_of(num_blocks), topology, dtype, bucket_elements=bucket)
         means[dtype] = []
-        for factor in (1, 2):  # the second time, the memory holds the first one's rows
+        for factor in (1, 2):  # the second time, buffers hold the rows of the first
             buffer = Buffer(own_value(topology.world.rank, num_blocks) * factor, cut=num_blocks // 2)
             assert reduce.all_reduce(buffer.source, buffer.target) == (Status.OK, 1.0)
             means[dtype].append(buffer.mean.view(-1) / factor)
     return {"means": means, "hierarchical": topology.is_hierarchical, "rounds": topology.sent().rounds}
 
 
-# ranks, ranks of a node; sizes divisible by nothing
+# ranks, ranks per node; sizes that the ranks do not divide
 @pytest.mark.parametrize(
     ("ranks", "local_size", "bucket"),
     [(2, None, 3), (3, None, 5), (4, None, 100), (4, 1, 1), (4, 2, 5), (4, 2, 100), (6, 3, 7)],
@@ -114,7 +114,7 @@ def test_each_replica_may_bring_its_own_loss_scale(local_size: int | None) -> No
 
 
 def squares(topology: Topology) -> list[float]:
-    """Sums of squares over all replicas, whose own are told block by block; a block does not count."""
+    """Sums of squares over all replicas; each sends its own bucket by bucket, and one block is not counted."""
     counted = torch.arange(23) != 4
     reduce = DenseAllReduce(layout_of(23), topology, torch.float32, bucket_elements=5 * BLOCK, counted=counted)
     found = []
@@ -148,7 +148,7 @@ def bucket_by_bucket(topology: Topology) -> dict[str, Any]:
     reduce.all_reduce(at_once.source, at_once.target)
     piecewise.value = torch.full_like(at_once.value, math.nan)
     reduce.begin(piecewise.source, piecewise.target, inverse_scale=0.5)
-    for bucket in reversed(range(len(reduce.buckets))):  # as a backward pass makes gradients
+    for bucket in reversed(range(len(reduce.buckets))):  # the order of a backward pass
         first, last = reduce.buckets[bucket]
         piecewise.value[first:last] = at_once.value[first:last]
         late = Status.OVERFLOW if bucket == 0 and topology.world.rank == 1 else None
@@ -202,9 +202,9 @@ def traffic(topology: Topology) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("ranks", "local_size", "sent", "between"),
     [
-        (2, None, 1.0, 0.0),  # parts of the buffer's bytes; all ranks on one node
+        (2, None, 1.0, 0.0),  # as shares of the buffer's bytes; all ranks on one node
         (4, 1, 1.5, 1.5),
-        (4, 2, 1.5, 0.5),  # 1/2 + 1/2 inside the node, and 1/2 of it across
+        (4, 2, 1.5, 0.5),  # 1/2 + 1/2 inside the node, 1/2 between nodes
     ],
 )
 def test_the_bytes_are_those_of_a_ring(ranks: int, local_size: int | None, sent: float, between: float) -> None:

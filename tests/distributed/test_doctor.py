@@ -21,7 +21,7 @@ NODES = ["a", "a", "b", "b"]
 
 
 def consulted(rank: int, world_size: int, settings: dict[str, Any], changes: dict[int, dict[str, Any]]) -> list[Any]:
-    """Status, output and errors of each rank; ``changes`` are made to what a rank has seen."""
+    """Status, output and errors of each rank; ``changes`` replace what a rank has found."""
 
     def seen(environment: LaunchEnvironment, folder: Path) -> Examination:
         return dataclasses.replace(examine(environment, folder), **changes.get(rank, {}))

@@ -23,7 +23,7 @@ def _rank_one_fails(rank: int, world_size: int) -> None:
 
 
 def _rank_one_dies(rank: int, world_size: int) -> str:
-    dist.barrier()  # by then rank 0 is connected: a peer that dies before is another error
+    dist.barrier()  # by then rank 0 is connected: a peer that dies earlier causes another error
     if rank == 1:
         os._exit(9)
     try:

@@ -1,4 +1,4 @@
-"""The 1-bit exchange over simulated nodes: what it computes, what it keeps, what it sends."""
+"""The 1-bit exchange over simulated nodes: its result, its residuals, the bytes it sends."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def layout_of(num_blocks: int) -> BlockLayout:
 
 
 def active_of(layout: BlockLayout) -> torch.Tensor:
-    """All real elements but the last 8 of every 32."""
+    """Participation mask: all real elements but the last 8 of every 32."""
     return layout.real_elements() & 0x00FFFFFF
 
 
 def own_value(rank: int, num_blocks: int, step: int) -> torch.Tensor:
-    """Numbers that bf16 represents, so that a sum of few of them loses nothing inside a node."""
+    """Numbers that bf16 represents, so that their sum inside a node is exact."""
     value = torch.randn(num_blocks * BLOCK, generator=torch.Generator().manual_seed(100 * step + rank))
     value[-(BLOCK - 17) :] = 0.0
     return (value * 16).round() / 16
@@ -93,18 +93,18 @@ def test_it_is_the_flat_exchange_of_the_nodes_means(nodes: int, local_size: int,
     assert all(torch.equal(a, b) for other in others for a, b in zip(expected, other, strict=True))
     outputs = over_gloo(case)
     for runs in outputs:
-        for run in runs:  # whatever the buckets
+        for run in runs:  # for any bucket size
             assert run["rounds"] == STEPS
             for got, want in zip(run["results"], expected, strict=True):
                 assert torch.equal(got, want)
-    # a node sends what one process of a flat exchange over the nodes would, but for the headers
+    # but for headers, a node sends as much as one process of a flat exchange over the nodes
     sent_by_node = sum(runs[-1]["between"] for runs in outputs[:local_size]) / STEPS
     row_bytes = PackedFormat.of("sign", BLOCK).row_bytes(-(-num_blocks // (nodes * local_size)))
     assert sent_by_node == local_size * 2 * (nodes - 1) * row_bytes
 
 
 def whole(outputs: list[dict[str, Any]], ranges: str, error: str, num_blocks: int) -> torch.Tensor:
-    """Errors of several processes, each put where it belongs."""
+    """The residuals of several processes, added at their positions in the buffer."""
     buffer = torch.zeros(num_blocks * BLOCK)
     for output in outputs:
         blocks = torch.cat([torch.arange(first, last) for first, last in output[ranges]])

@@ -1,4 +1,4 @@
-"""A parameter whose ``requires_grad`` is turned off during a run stops moving on all replicas; the others train on."""
+"""A parameter whose ``requires_grad`` is turned off during a run stops moving on all replicas; the rest still train."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pull(weight: Tensor, rank: int, step: int) -> Tensor:
 def frozen_during_the_run(rank: int, size: int, freeze: int, thaw: int, stale: str) -> dict[str, list[Any]]:
     """Weights after each step of a parameter that is frozen from step ``freeze`` to ``thaw``, and of one that is not.
 
-    ``stale``: what stands in the frozen parameter's ``grad``: "nothing", "zeros", or the last "gradient".
+    ``stale``: what the frozen parameter's ``grad`` holds: "nothing", "zeros", or the last "gradient".
     """
     torch.manual_seed(0)
     frozen, other = nn.Parameter(torch.randn(90)), nn.Parameter(torch.randn(70))
@@ -51,7 +51,7 @@ def frozen_during_the_run(rank: int, size: int, freeze: int, thaw: int, stale: s
 @pytest.mark.parametrize("freeze", [4, 18, 30, 41, 50], ids=lambda step: f"step {step}")
 def test_it_stops_on_all_replicas(freeze: int, stale: str) -> None:
     traces = run_ranks(frozen_during_the_run, 2, freeze, STEPS, stale)
-    # what a replica has done on its own since the last synchronization is dropped, the same on all
+    # local steps since the last synchronization are dropped, on all replicas alike
     expected = traces[0]["masters"][freeze - 1]
     for trace in traces:
         assert trace["prints"] == traces[0]["prints"]

@@ -66,7 +66,7 @@ def masks() -> dict[str, torch.Tensor]:
 
 
 def masked_runs(rank: int, size: int) -> dict[str, tuple[list[str], bool, bool, bool]]:
-    """By optimizer: fingerprints; whether masked elements stood still, the others moved, and no buffer knows masked."""
+    """By optimizer: fingerprints; whether masked elements did not move, the others did, and masked momentum is 0."""
     results = {}
     for name, (kind, options) in FAMILY.items():
         parameters = model()
@@ -186,7 +186,7 @@ def test_a_parameter_frozen_late_stands_still_and_thaws(freeze_at: int, thaw_at:
 
 
 def frozen_and_resumed(rank: int, size: int) -> list[str]:
-    """Where a run that is saved and loaded with a frozen parameter differs from one that goes on."""
+    """Where a run that is saved and loaded with a frozen parameter differs from an uninterrupted one."""
     wrong = []
     for name, (kind, options) in FAMILY.items():
 
@@ -216,7 +216,7 @@ def test_a_frozen_parameter_stands_still_when_a_run_is_resumed() -> None:
 
 
 def short_sequences(rank: int, size: int) -> list[tuple[str, list[str], int]]:
-    """BERT on 12 of 64 positions, by optimizer: fingerprint, what is wrong, collectives started early."""
+    """BERT on 12 of 64 positions, by optimizer: fingerprint, problems, collectives started early."""
     results = []
     for name in ("0/1 Adam", "1-bit Adam"):
         kind, options = FAMILY[name]

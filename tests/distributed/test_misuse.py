@@ -1,4 +1,4 @@
-"""Misuse that would train something else without a word ends in one clear line, on two replicas."""
+"""Misuse that would silently train something else ends in a one-line error, on two replicas."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def train(model: torch.nn.Module, optimizer: Any, rank: int, first: int = 0, las
 
 
 class Messages(logging.Handler):
-    """What the package logs, as texts."""
+    """The package's log messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Messages(logging.Handler):
 
 
 def error_of(function: Any, *arguments: Any) -> str:
-    """The message of the UserError that a call raises; empty without."""
+    """The message of the UserError that a call raises; empty if it raises none."""
     try:
         function(*arguments)
     except UserError as error:
@@ -93,7 +93,7 @@ def without_a_group(rank: int, size: int) -> list[str]:
     kinds = (ZeroOneAdam, OneBitAdam, SGDM)
     found = [error_of(lambda kind=kind: kind(new_model().parameters(), SCHEDULE)) for kind in kinds]
     found.append(error_of(lambda: Adam([{"params": list(new_model().named_parameters())}], SCHEDULE)))
-    ZeroOneAdam(new_model().parameters(), SCHEDULE, process_group=Topology.flat())  # where that is meant
+    ZeroOneAdam(new_model().parameters(), SCHEDULE, process_group=Topology.flat())  # where that is intended
     return found
 
 
@@ -235,7 +235,7 @@ def test_the_scale_of_grad_scaler_is_taken_out_of_gradients() -> None:
     assert run_ranks(scaled_as_unscaled, 2, 1.0) == run_ranks(scaled_as_unscaled, 2, 4096.0)
 
 
-# The same data everywhere.
+# The same data on all replicas.
 
 
 def data_of_rank(rank: int, size: int, same: bool, dtype: torch.dtype) -> list[str]:
@@ -257,7 +257,7 @@ def test_replicas_that_read_the_same_data_are_noticed_once(dtype: torch.dtype) -
     assert run_ranks(data_of_rank, 2, False, dtype) == [[], []]
 
 
-# Whose state it is.
+# State loaded into another replica, run or optimizer.
 
 
 def saved(optimizer: Any) -> dict[str, Any]:
@@ -384,7 +384,7 @@ def test_copies_and_pickles_say_why_not() -> None:
         assert "state_dict()" in error_of(make, optimizer)
 
 
-# Replicas that come apart.
+# Replicas that diverge from each other.
 
 
 def come_apart(rank: int, size: int, how: str) -> tuple[str, int]:
@@ -409,7 +409,7 @@ def test_replicas_that_come_apart_are_noticed_at_a_full_step(how: str, words: st
         assert message.startswith("replicas [1]") and words in message and steps <= 10
 
 
-# Runs that do not send less.
+# Runs in which compression sends no fewer bytes.
 
 
 def one_bit_runs(rank: int, size: int) -> list[list[str]]:

@@ -61,7 +61,7 @@ def train(topology: Topology) -> dict[str, torch.Tensor]:
 
 
 def train_divided(topology: Topology) -> dict[str, torch.Tensor]:
-    """With the optimizer of a node divided among its processes."""
+    """With the optimizer state of a node sharded over its processes."""
     torch.manual_seed(1)
     model = torch.nn.Linear(70, 50)
     config = PretrainConfig(
@@ -81,7 +81,7 @@ def train_divided(topology: Topology) -> dict[str, torch.Tensor]:
 FOUR: dict[str, Case] = {
     "collectives": Case(
         collectives, 4, (), 2, {"check_payloads": False}
-    ),  # no machine is named, so rank 0's host name is where all meet
+    ),  # no address is given, so the rendezvous is at rank 0's host name
     "dense": Case(test_dense.wire_types, 4, (23, 5 * test_dense.BLOCK)),
     "dense, two nodes": Case(test_dense.wire_types, 4, (23, 5 * test_dense.BLOCK), 2),
     "dense, bucket by bucket": Case(test_dense.bucket_by_bucket, 4, (), 2),
@@ -106,7 +106,7 @@ CASES = {2: TWO, 4: FOUR}
 
 @functools.cache
 def results(size: int) -> dict[str, list[Any]]:
-    """What the ranks of all cases of a size returned, which are started once."""
+    """The ranks' return values for all cases of a world size, which share one mpirun."""
     return over_mpi(CASES[size])
 
 

@@ -32,7 +32,7 @@ CASES = {
     ),
     "clipped by local norms": Case(OneBitAdam, COSINE, {"freeze_step": 9, "max_grad_norm": 5.0, "clip_by": "local"}),
     "no compression": Case(OneBitAdam, COSINE, {"freeze_step": 5, "compressor": "none"}),
-    # a memory of 20 steps, looked at at every second
+    # v averages over 20 steps, and is checked every second step
     "frozen by itself": Case(OneBitAdam, COSINE, {"betas": (0.9, 0.95), "freeze_ratio": 0.8}),
     "frozen by itself, uncorrected": Case(
         OneBitAdam,

@@ -1,4 +1,4 @@
-"""What holds for all optimizers on flat buffers: exact resumption, any bucket size, what is refused or survived."""
+"""What holds for all optimizers on flat buffers: exact resume, any bucket size, errors raised or survived."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def resumed_at_every_step(rank: int, size: int, fp16: bool, names: list[str]) ->
                     own[-1].grad[3] = math.inf  # type: ignore[index]
                 stepping.step()
             reports = [optimizer.last_step, copy.last_step]
-            if "delayed" in name:  # the original has also received the exchange of the step before, when it was saved
+            if "delayed" in name:  # the original too applied the exchange of the step before when it was saved
                 reports = [replace(of, bytes_sent=0, bytes_between_nodes=0, compression=None) for of in reports]
             if reports[0] != reports[1]:
                 wrong.append(f"report of step {step}")
@@ -109,7 +109,7 @@ def test_resuming_before_any_step_changes_no_bit(fp16: bool, names: list[str]) -
 
 
 def with_bucket_sizes(rank: int, size: int, sizes: list[int]) -> dict[str, list[list[Any]]]:
-    """By optimizer and bucket size: fingerprints, and the whole state in the end."""
+    """By optimizer and bucket size: fingerprints, and the whole final state."""
     results: dict[str, list[list[Any]]] = {}
     for name in FAMILY:
         results[name] = []
@@ -190,7 +190,7 @@ OWN_SETTINGS: dict[str, dict[str, tuple[Any, Any]]] = {
 
 
 def refused(rank: int, size: int) -> list[tuple[str, str, str]]:
-    """What the replicas are told by optimizer and setting that the last one has otherwise."""
+    """Error messages of the replicas, by optimizer and by the setting that differs on the last replica."""
     told = []
     for name, own in OWN_SETTINGS.items():
         for setting, (usual, other) in {**SETTINGS, **own}.items():
@@ -211,7 +211,7 @@ def test_settings_that_differ_between_replicas_are_refused_on_all() -> None:
 
 
 def not_finite_on_one(rank: int, size: int) -> dict[str, list[tuple[str, str]]]:
-    """By optimizer: fingerprint and kind of each step; no loss scaler, NaN and inf on one replica or the other."""
+    """By optimizer: fingerprint and kind of each step; no loss scaler, with NaN or inf on one of the replicas."""
     results: dict[str, list[tuple[str, str]]] = {}
     for name in FAMILY:
         parameters, optimizer = build(name)
@@ -237,7 +237,7 @@ def test_gradients_that_are_not_finite_on_one_replica_leave_all_equal_and_finite
 
 
 def one_gives_up(rank: int, size: int, name: str, options: dict[str, Any]) -> str:
-    """The last replica raises in the middle of a step: what the others get."""
+    """The errors of the other replicas when the last one raises in the middle of a step."""
     model = torch.nn.Sequential(*(torch.nn.Linear(30, 30) for _ in range(4)))
     kind, own = FAMILY[name]
     optimizer = kind(model.parameters(), SCHEDULE, **{"block_size": 32, "bucket_elements": 256, **own, **options})
@@ -281,7 +281,7 @@ def test_no_parameters_and_those_without_memory_are_refused(name: str) -> None:
 
 
 def load_in_place(rank: int, size: int) -> tuple[list[str], list[str]]:
-    """Fingerprints and weights after a resume into the very buffers that the new optimizer hands out."""
+    """Fingerprints and weights after a resume that writes directly into the new optimizer's buffers."""
     schedule = LRSchedule(peak_lr=0.01)
 
     def build() -> tuple[torch.nn.Parameter, ZeroOneAdam]:

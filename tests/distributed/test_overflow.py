@@ -1,4 +1,4 @@
-"""Gradients that are not finite on some replicas: who skips, that the replicas stay equal, and how they give up."""
+"""Overflow on some replicas: which ones skip the step, that replicas stay equal, and how training is aborted."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_overflow_in_a_local_step_concerns_that_replica_alone(
 
 
 def overflowing_after_rate_zero(rank: int, size: int) -> list[tuple[str, bool]]:
-    """Momenta differ between replicas once synchronizations at learning rate 0 have exchanged nothing."""
+    """After synchronizations at learning rate 0, which exchange nothing, momenta differ between replicas."""
     parameter = torch.nn.Parameter(torch.ones(64))
     schedule = TabulatedSchedule([0.01] * 4 + [0.0] * 2 + [0.01] * 4)
     optimizer = ZeroOneAdam([parameter], schedule, block_size=64, variance_freeze_step=2, sync_policy="every")
@@ -112,7 +112,7 @@ def test_overflow_right_after_learning_rate_zero_skips_the_step_everywhere_and_k
 
 
 def too_wide_for_the_wire(rank: int, size: int) -> tuple[list[str], list[float], bool]:
-    """fp32 sums of micro-batches (``main_grad``) that are finite, but not as the fp16 in which they travel."""
+    """fp32 sums of micro-batches (``main_grad``) that are finite, but overflow in fp16, in which they are sent."""
     parameter = torch.nn.Parameter(torch.ones(64).half())
     optimizer = ZeroOneAdam([parameter], 0.01, block_size=64, loss_scaler=LossScaler(initial=65536.0, hysteresis=1))
     kinds, scales = [], []
@@ -151,7 +151,7 @@ def test_too_many_overflows_stop_all_replicas_at_the_same_step(replicas: int) ->
 
 
 def random_options(draw: random.Random) -> tuple[type, dict[str, Any]]:
-    """An optimizer of the family, and settings for it."""
+    """A random optimizer, and settings for it."""
     options: dict[str, Any] = {
         "block_size": draw.choice([32, 128]),
         "bucket_elements": draw.choice([1, 300, 1 << 22]),
@@ -174,11 +174,11 @@ def random_options(draw: random.Random) -> tuple[type, dict[str, Any]]:
 
 
 def random_run(rank: int, size: int, seed: int, *, backend: str, resume: bool, overlap: bool) -> list[Any]:
-    """Fingerprint, kind and more after each step of a run in which everything is drawn from ``seed``.
+    """Fingerprint, kind and more after each step of a run whose settings and events are drawn from ``seed``.
 
-    All optimizers and policies, rates that fall to 0 and rise again, mixed types, groups, masks, parameters that are
-    frozen and thawed, overflows and missing gradients of single replicas; with ``resume``, the optimizer is replaced
-    now and then by one that loads its state; with ``overlap``, exchanges start in the backward pass.
+    All optimizers and policies, learning rates that fall to 0 and rise again, mixed dtypes, groups, masks, parameters
+    frozen and unfrozen, overflows and missing gradients on single replicas; with ``resume``, the optimizer is sometimes
+    replaced by one that loads its state; with ``overlap``, exchanges start in the backward pass.
     """
     draw, noise = random.Random(seed), torch.Generator().manual_seed(10 * seed + rank)
     rates = [1e-3]

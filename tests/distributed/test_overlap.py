@@ -1,4 +1,4 @@
-"""Exchanges that start while the backward pass runs: the same bits as without, and really early."""
+"""Exchanges that overlap with the backward pass: bit-identical to those without, and started during it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 32
 
 
 class Model(nn.Module):
-    """An embedding tied to the output and layers between, of which some may be left out; one parameter is not used."""
+    """An embedding tied to the output, and layers between, some of which may be skipped; one parameter is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ OPTIMIZERS: dict[str, tuple[type, dict[str, Any]]] = {
 
 @dataclass
 class Run:
-    """What a replica did.
+    """Records of a replica's run.
 
     Attributes:
         early: by step, all-to-alls started while the last backward pass ran.
-        prints: by step, fingerprints.
+        prints: fingerprints, by step.
         states: by step, all buffers of the state, and the model's weights.
         reports: by step, kind, bytes, rounds and interval.
     """
@@ -96,7 +96,7 @@ def train(
     main_grad: bool = False,
     overflow_at: int = -1,
 ) -> Run:
-    """Replica 1's gradient is not finite at ``overflow_at``; with ``skips``, each leaves out layers of its own."""
+    """Replica 1 overflows at ``overflow_at``; with ``skips``, each replica skips other layers."""
     kind, options = OPTIMIZERS[name]
     model = Model().to(dtype)
     if not skips:
@@ -178,7 +178,7 @@ def test_overlap_changes_no_bit(runs: Any) -> None:
 
 
 def test_exchanges_start_before_the_backward_pass_has_ended(runs: Any) -> None:
-    """All buckets, as every parameter gets a gradient; but none that holds earlier local steps, or must be clipped."""
+    """All buckets if every parameter gets a gradient; none if u holds earlier local steps or gradients are clipped."""
     seen = set()
     for variant, of_replicas in runs:
         if variant.get("skips"):
@@ -209,7 +209,7 @@ def test_a_step_that_is_called_off_leaves_no_trace(runs: Any) -> None:
 
 
 def second_backward(rank: int, size: int) -> list[str]:
-    """What two backward passes before a step are told, by optimizer; in a local step they are just added up."""
+    """Error messages for two backward passes before a step, by optimizer; in a local step they are accumulated."""
     messages = []
     for name in ("0/1 Adam", "BinSGDM"):
         kind, options = OPTIMIZERS[name]
@@ -236,7 +236,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 def in_between(rank: int, size: int) -> tuple[list[str], list[tuple[str, torch.Tensor]]]:
-    """Between backward pass and step, the state is asked for, and later a layer is frozen: messages, and that layer."""
+    """Between backward pass and step, state is read and later a layer is frozen: error messages, and that layer."""
     kind, options = OPTIMIZERS["BinSGDM"]
     model = Model()
     optimizer = kind(model.named_parameters(), SCHEDULE, block_size=BLOCK, bucket_elements=MANY, **options)

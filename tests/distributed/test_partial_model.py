@@ -1,4 +1,4 @@
-"""Optimizers of models in parts: what all parts hold stays equal, and what concerns a whole step is decided alike."""
+"""Optimizers of tensor-parallel models: replicated parameters stay equal, and all shards decide about a step alike."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FAMILY: dict[str, Any] = {
 
 
 class Process:
-    """One of the processes of a job whose replicas have two parts, with parameters whose gradients are given."""
+    """One process of a job with tensor-parallel size 2, with parameters whose gradients are given."""
 
     def __init__(self, group: Any, config: DistributedConfig) -> None:
         self.parts = find_tensor_parallel_ranks(group, config)
@@ -55,7 +55,7 @@ class Process:
         return model, optimizer
 
     def gradients(self, step: int) -> dict[str, torch.Tensor]:
-        """Of this replica and, but for what is common, this part."""
+        """Gradients of this replica, and of this shard but for common parameters."""
         found = {}
         for index, (key, shape) in enumerate(SHAPES.items()):
             part = 0 if key in COMMON else 1 + self.parts.rank
@@ -81,7 +81,7 @@ def joined(**settings: Any) -> Iterator[Process]:
 
 
 def train_all(rank: int, size: int, topologies: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """By topology and optimizer: kinds of steps, common parameters, and hashes of those and of this part."""
+    """By topology and optimizer: kinds of steps, common parameters, and fingerprints of those and of this shard."""
     found = {}
     for settings in topologies:
         with joined(**settings) as process:
@@ -113,13 +113,13 @@ def test_what_all_parts_hold_stays_the_same_bits(size: int, topologies: list[dic
             its_kinds, weights, its_common, fingerprint = result[case]
             assert (its_kinds, its_common) == (kinds, common), (case, rank)
             assert fingerprint == results[rank % 2][case][3], (case, rank)
-            # the model's own weights, between two synchronizations, too
+            # also the model's weights, between two synchronizations
             assert torch.equal(weights, results[rank - rank % 2][case][1]), (case, rank)
     assert all(results[0][case][3] != results[1][case][3] for case in results[0])
 
 
 def norms_of_parts(rank: int, size: int, settings: dict[str, Any]) -> tuple[list[float], list[bool], list[float]]:
-    """Norms that clip, which of them are estimates, and that of the mean over all replicas of the whole model."""
+    """Norms used for clipping, which of them are estimates, and the norm of the mean gradient of the whole model."""
     with joined(**settings) as process:
         model, optimizer = process.build("zero_one_adam", max_grad_norm=1.0, variance_kappa=2, variance_freeze_step=40)
         found, estimated, expected = [], [], []
@@ -173,7 +173,7 @@ def overflow_in_one_part(rank: int, size: int, name: str, options: dict[str, Any
     ],
 )
 def test_an_overflow_in_one_part_is_one_of_its_replica(name: str, options: dict[str, Any]) -> None:
-    """Gradients are sent before anybody can know: only the parts together can call a step off."""
+    """Gradients are sent before an overflow is known: only all shards together can skip a step."""
     first, second, third, fourth = run_ranks(overflow_in_one_part, 4, name, options)
     for step in range(12):
         assert first[step][:3] == second[step][:3] and third[step][:3] == fourth[step][:3], step
@@ -182,7 +182,7 @@ def test_an_overflow_in_one_part_is_one_of_its_replica(name: str, options: dict[
         weights = torch.cat([weight.flatten() for result in (first, fourth) for weight in result[step][3].values()])
         assert weights.isfinite().all()
     for steps in (first, second, third, fourth):
-        assert steps[2][0] == "skipped"  # right after a synchronization: everywhere
+        assert steps[2][0] == "skipped"  # right after a synchronization: on all replicas
         assert all(torch.equal(steps[1][3][key], steps[2][3][key]) for key in SHAPES)
     assert third[2][2] == 0.5 * third[1][2] and first[2][2] == first[1][2]  # only its replica's scale falls
 
@@ -212,7 +212,7 @@ def test_the_norm_is_the_whole_models_with_common_parameters_counted_once() -> N
 
 
 def decide(rank: int, size: int) -> Any:
-    """What the bits lose, and second moments of which only one part's is stable."""
+    """The compression watch, and second moments of which only one shard's is stable."""
     with joined() as process:
         model, optimizer = process.build("bin_sgdm", watch_interval=1)
         kinds, ratios = [], []
@@ -231,7 +231,7 @@ def decide(rank: int, size: int) -> Any:
 def test_losses_and_freezing_are_decided_for_all_parts_at_once() -> None:
     results = run_ranks(decide, 4)
     kinds, ratios, frozen_since = results[0]
-    assert frozen_since is not None and frozen_since > 20  # the growing part's share decides
+    assert frozen_since is not None and frozen_since > 20  # the shard whose second moment grows decides
     assert all(result[0] == kinds and result[2] == frozen_since for result in results)
     assert results[0][1] == results[1][1] and results[2][1] == results[3][1]
     assert any(ratio is not None for ratio in ratios)

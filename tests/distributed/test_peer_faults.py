@@ -1,4 +1,4 @@
-"""Faults of the published implementation of 0/1 Adam (DeepSpeed 0.19) that must not be ours; named after what holds.
+"""Bugs of the published 0/1 Adam (DeepSpeed 0.19) that must not occur here; tests are named after what holds instead.
 
 fault there                                               what holds here
 -------------------------------------------------------   ---------------------------------------------------------
@@ -65,7 +65,7 @@ def loaded_copy(optimizer: ZeroOneAdam) -> tuple[torch.nn.Parameter, ZeroOneAdam
 
 
 def train(rank: int, save_at: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """What each step was and left behind; the optimizer is replaced by a loaded one before the steps ``save_at``."""
+    """Kind and state after each step; the optimizer is replaced by a loaded one before the steps ``save_at``."""
     parameter, optimizer = build()
     trace = []
     for step in range(STEPS):
@@ -170,7 +170,7 @@ def first_step(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def decayed() -> list[tuple[bool, torch.Tensor, torch.Tensor, bool]]:
-    """(synchronized, weights, what weight decay alone makes of them, any momentum) after steps without a gradient."""
+    """(synchronized, weights, weights by weight decay alone, any momentum) after steps without a gradient."""
     parameter, optimizer = build(weight_decay=0.5)
     expected = parameter.detach().double()
     trace = []
@@ -227,7 +227,7 @@ def collectives(rank: int) -> list[tuple[str, list[str]]]:
 
 
 def missing(rank: int) -> tuple[list[str], list[str]]:
-    """Fingerprints of a run in which one replica lacks its gradient now and then, and of one in which it is zero."""
+    """Fingerprints of a run in which a gradient is sometimes missing on one replica, and of one in which it is zero."""
     prints: list[list[str]] = []
     for without in (True, False):
         parameter, optimizer = build()
@@ -250,7 +250,7 @@ def clipped(rank: int) -> tuple[float, torch.Tensor]:
 
 
 def state_bytes() -> tuple[int, int]:
-    """Bytes of the whole state, and elements, of a parameter of whole blocks."""
+    """Bytes of the whole state, and number of elements, for a parameter of whole blocks."""
     optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(64, 64))], 0.01, block_size=64)
     tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
     del tensors["scalars"]
@@ -290,7 +290,7 @@ def test_a_synchronization_is_two_collectives_and_a_local_step_none(outcomes: li
         assert {kind for kind, _ in of_rank["collectives"]} == {"full", "one_bit", "local"}
         for kind, called in of_rank["collectives"]:
             assert called[:2] == ([] if kind == "local" else ["all_to_all_single", "all_gather_into_tensor"])
-            # what must be the same on all replicas is compared after some full steps, beside the next step
+            # replicated state is compared after some full steps, during the next step
             assert called[2:] in ([], ["all_gather_into_tensor"]) and (kind == "full" or not called[2:])
         assert 2 <= sum(len(called) == 3 for _, called in of_rank["collectives"]) <= 12
 

@@ -1,4 +1,4 @@
-"""The watch over other ranks, where none is lost; where one is, see tests/faults/test_faults.py."""
+"""The watch for lost ranks when none is lost; for lost ones see tests/faults/test_faults.py."""
 
 from __future__ import annotations
 

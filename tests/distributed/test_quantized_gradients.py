@@ -1,4 +1,4 @@
-"""Mean gradients in 4 and 8 bits: what is sent and kept, who skips a step, and that replicas stay equal."""
+"""Gradients quantized to 4 and 8 bits: bytes, residuals, skipped steps, and replicas that stay equal."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ BLOCK = 64
 
 
 def own_gradients(rank: int, step: int) -> list[torch.Tensor]:
-    """Numbers that bf16 represents, so that a sum of few of them loses nothing inside a node."""
+    """Numbers that bf16 represents, so that their sum inside a node is exact."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     return [(torch.randn(size, generator=generator) * 16).round() / 16 for size in SIZES]
 
@@ -116,7 +116,7 @@ def errors_of(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:
 
 
 def conserving(topology: Topology, steps: int, options: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(the mean gradients of all steps added up, what this replica's errors add to the mean), each flat."""
+    """(sum of the mean gradients of all steps, this replica's share of the mean residual), each flat."""
     parameters, optimizer = build(topology, sync_policy="every", variance_freeze_step=1000, **options)
     rank = topology.world.rank
     received = [torch.zeros(size) for size in SIZES]
@@ -140,7 +140,7 @@ def conserving(topology: Topology, steps: int, options: dict[str, Any]) -> tuple
 @pytest.mark.parametrize("wire", ["4bit", "8bit"])
 @pytest.mark.parametrize(("size", "local_size", "replica"), [(2, 2, "process"), (3, 3, "process"), (4, 2, "process")])
 def test_what_codes_lose_is_sent_later(wire: str, size: int, local_size: int, replica: str) -> None:
-    """What went in is what came out and what is kept; after the last step that is less than a step's gradient."""
+    """The sum of inputs is the sum of results plus the residual, which in the end is less than a step's gradient."""
     steps = 7
     case = OnNodes(conserving, size, (steps, {"gradient_wire_dtype": wire}), local_size, {"replica": replica})
     outputs = over_gloo(case)
@@ -258,7 +258,7 @@ def test_bytes_are_those_that_the_planner_expects(replicas: int, wire: Any) -> N
         precision="fp32",
         wire=Wire(parameter_sizes=(300 * 512,), replicas=replicas, block_size=1024),
     )
-    headers = 2 * (replicas - 1) * (16 + 2)  # of an exchange, and what fills the last word of scales
+    headers = 2 * (replicas - 1) * (16 + 2)  # of an exchange, and the padding of the last word of scales
     for sent in run_ranks(count_bytes, replicas, wire):
         for found, expected, rounds in zip(sent, planned.bytes_sent.tolist(), planned.rounds.tolist(), strict=True):
             assert 0 <= found - expected <= rounds * headers

@@ -1,4 +1,4 @@
-"""What keeps processes from working together is found when they meet, and names the machine."""
+"""The version check at the rendezvous finds what does not fit, and names the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.harness import run_ranks
 
 
 def environment_on(nodes: list[str]) -> LaunchEnvironment:
-    """This rank's, on the node of its number."""
+    """The launch environment of this rank, on ``nodes[rank]``."""
     read = LaunchEnvironment.read(os.environ)
     return dataclasses.replace(read, node=nodes[read.rank], nodes=tuple(dict.fromkeys(nodes)))
 
@@ -26,7 +26,7 @@ def environment_on(nodes: list[str]) -> LaunchEnvironment:
 def meeting(
     rank: int, world_size: int, versions: list[str], gpus: list[str], facts: list[str], backend: str, device: Any
 ) -> tuple[str, int] | None:
-    """What is said on each rank; None if they work together."""
+    """Error message and exit status on each rank; None if the rendezvous succeeds."""
     startup.own_versions = lambda: own_versions() | {"torch": versions[rank]}
     startup._gpu_identity = lambda environment: gpus[rank]
     config = DistributedConfig(

@@ -121,7 +121,7 @@ def test_the_first_replica_of_each_machine_goes_first(tmp_path: Path) -> None:
 
 
 def _dealt_out(rank: int, world_size: int) -> str:
-    """Ranks 0 and 2 share a machine, 1 and 3 another; what fails on 1 concerns 3, not 2."""
+    """Ranks 0 and 2 share a machine, 1 and 3 another; an error on rank 1 affects rank 3, not 2."""
     os.environ["LOCAL_RANK"] = str(rank // 2)
 
     def body(group: ReplicaGroup) -> str:

@@ -1,4 +1,4 @@
-"""A checkpoint of some replicas goes on with others: nothing that they owe each other is lost or told twice."""
+"""Resume on another number of replicas: residuals and accumulated steps are neither lost nor applied twice."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor
         views = torch.cat([view.flatten() for view in optimizer.master_parameters().values()])
         assert torch.equal(views, torch.cat([parameter.detach() for parameter in parameters]))
         assert optimizer.step_count == int(state.scalars[0]) > 0
-        train(parameters, optimizer, rank, 20)  # and it trains on
+        train(parameters, optimizer, rank, 20)  # training continues
         assert torch.isfinite(optimizer.replicated_state()["x"]).all()
         found["print"] = torch.frombuffer(bytearray.fromhex(optimizer.fingerprint()), dtype=torch.uint8)
         return found
@@ -160,19 +160,19 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
     moved = x - new[0]["x"].double()
     if local:
         direction = u + residual_before if new_size == 1 else u
-        # weight decay since the last synchronization aside, the step follows u / sqrt(v)
+        # but for weight decay since the last synchronization, the step follows u / sqrt(v)
         assert torch.dot(moved, direction) > 0.3 * moved.norm() * direction.norm()
     elif new_size > 1:
         assert torch.equal(new[0]["x"], old[0]["x"])
         torch.testing.assert_close(new[0]["m"].double(), mean(old, "m"))
     else:
-        assert 0 < moved.norm() < 0.1 * x.norm()  # the errors are told at last
+        assert 0 < moved.norm() < 0.1 * x.norm()  # one replica applies the residual
 
 
 @pytest.mark.parametrize("name", ["zero_one_adam", "4-bit gradients"])
 @pytest.mark.parametrize(("old", "new"), slow_after(1, [((4, 2), (2, 2)), ((2, 2), (4, 2)), ((4, 2), (4, 4))]))
 def test_hierarchies_and_flat_exchanges_go_over_into_each_other(name: str, old: Any, new: Any, tmp_path: Path) -> None:
-    """(replicas, replicas of a node) before and after."""
+    """``old`` and ``new``: replicas, and replicas per node."""
     before = run_ranks(save, old[0], str(tmp_path), name, 36, local_world_size=old[1])
     after = run_ranks(load, new[0], str(tmp_path), name, local_world_size=new[1])
     assert all(torch.equal(replica["print"], after[0]["print"]) for replica in after)

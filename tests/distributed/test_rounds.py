@@ -1,4 +1,4 @@
-"""Collectives in pairwise rounds: what a slow link is given must be what a quick one is, also when a peer dies."""
+"""Collectives in pairwise rounds: same results over slow and fast links, and the same errors when a peer dies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron01.parallel.process_groups import lost_replica
 from tests.distributed.harness import run_ranks
 
 BLOCK = 64
-SLOW, QUICK = 1.0, 1e15  # bytes a second: every message takes long, or none
+SLOW, QUICK = 1.0, 1e15  # bytes per second: every message takes long, or none does
 
 
 def value_of(rank: int) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_rounds_bring_the_same_bits_as_the_groups_own_collectives(size: int) -> 
 
 
 def rows_under_way(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Three collectives at once, waited for in another order than they were called in."""
+    """Three collectives in flight, waited for in another order than they were started in."""
     rounds = PairwiseRounds(None)
     sent = [torch.full((size, 5), 10 * rank + call, dtype=torch.uint8) for call in range(2)]
     sent[0] += 100 * torch.arange(size, dtype=torch.uint8)[:, None] // 50  # a row for each
@@ -98,11 +98,11 @@ def test_every_row_arrives_at_its_place_whatever_the_order_of_waiting() -> None:
 
 
 def two_at_once(rank: int, size: int) -> list[list[list[int]]]:
-    """Three collectives of one transport, then three of another over the same group, all under way together."""
+    """Three collectives of one transport, then three of another over the same group, all in flight at once."""
     send_all = slow_links._Batch.send_all
 
     def late(batch: slow_links._Batch) -> None:
-        if batch.rows[0][0] < 100:  # the first transport's: time for the other's rows to overtake them
+        if batch.rows[0][0] < 100:  # rows of the first transport: the second one's could overtake them
             time.sleep(0.1)
         send_all(batch)
 
@@ -126,7 +126,7 @@ def test_two_transports_over_one_group_do_not_mix_their_rows() -> None:
 
 
 def measured_meanwhile(rank: int, size: int) -> list[list[int]]:
-    """The rate is measured when a collective has begun, but nothing of it has been sent."""
+    """The link rate is measured after a collective has started, but before any of it has been sent."""
     measured, send_all = threading.Event(), slow_links._Batch.send_all
 
     def late(batch: slow_links._Batch) -> None:
@@ -137,7 +137,7 @@ def measured_meanwhile(rank: int, size: int) -> list[list[int]]:
         patch.setattr(slow_links._Batch, "send_all", late)
         received = torch.empty(size, 1 << 15, dtype=torch.uint8)
         work = PairwiseRounds(None).all_gather(received, torch.full((1 << 15,), rank + 1, dtype=torch.uint8))
-        threading.Timer(0.3, measured.set).start()  # also where the measurement waits for what is not sent before
+        threading.Timer(0.3, measured.set).start()  # also if the measurement waits for rows that are not sent yet
         link_rate(None)
         measured.set()
         work.wait()
@@ -153,14 +153,14 @@ def threads_of_rounds() -> list[threading.Thread]:
 
 
 def built_and_dropped(rank: int, size: int) -> tuple[list[int], list[int]]:
-    """How many threads send while rounds come and go over one group, and what the last of them receive."""
+    """The number of sending threads while rounds are created and dropped over one group, and what the last receive."""
     group, numbers = dist.new_group(), []
     kept: list[PairwiseRounds] = []
     sent = torch.full((64,), rank, dtype=torch.uint8)
     for round_number in range(3):
         received = torch.empty(size, 64, dtype=torch.uint8)
         rounds = PairwiseRounds(group)
-        # not on all processes at the same time: a garbage collector has its own
+        # dropped at different times on each process, as by its garbage collector
         kept += [rounds] * (rank <= round_number)
         rounds.all_gather(received, sent).wait()
         numbers.append(len(threads_of_rounds()))
@@ -188,7 +188,7 @@ def test_all_processes_measure_the_same_rate() -> None:
 
 
 def lost_peer(rank: int, size: int) -> tuple[list[str | None], float]:
-    """Rank 2 dies when it has taken part in one collective, and the others are in the middle of the next ones."""
+    """Rank 2 dies after the first collective, while the others are in the next ones."""
     transport = TorchTransport(checks=True, link_rate=SLOW)
     sent = torch.zeros(size, 1 << 20, dtype=torch.uint8)
     received = torch.empty_like(sent)
@@ -196,7 +196,7 @@ def lost_peer(rank: int, size: int) -> tuple[list[str | None], float]:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     start, reasons = time.monotonic(), []
-    for _ in range(2):  # what is still to be sent to the dead must not keep the living
+    for _ in range(2):  # rows still to be sent to the lost rank must not block the others
         try:
             transport.all_to_all(torch.empty_like(sent), sent.clone()).wait()
         except RuntimeError as error:

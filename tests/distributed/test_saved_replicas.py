@@ -1,4 +1,4 @@
-"""State of replicas in a framework's checkpoint: damaged or mixed files end in one line on every rank."""
+"""State of replicas in a framework's checkpoint: damaged or mixed files end in a one-line error on every rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def new_optimizer() -> tuple[torch.nn.Module, ZeroOneAdam]:
 
 
 def saved(rank: int, folder: Path) -> str:
-    """Fingerprint of what is saved after 4 steps; ``earlier`` is after 2, and ``mixed`` has replica 1 of that."""
+    """Fingerprint of the state saved after 4 steps; ``earlier`` is after 2, and ``mixed`` has its file of replica 1."""
     model, optimizer = new_optimizer()
     train(model, optimizer, rank, 0, 2)
     save_state(optimizer, folder / "earlier")
@@ -58,7 +58,7 @@ def errors_of_damaged(rank: int, size: int, folder: Path, damaged: list[tuple[in
 
 
 def errors_of_unwritable(rank: int, size: int, folder: Path) -> tuple[str, str]:
-    """What replicas say of a place that one of them cannot write to, and of the next save elsewhere."""
+    """The replicas' errors for a folder that one of them cannot write to, and for the next save to another."""
     _, optimizer = new_optimizer()
     (folder / "taken" / "replica_1_of_2.pt").mkdir(parents=True, exist_ok=True)
     return error_of(save_state, optimizer, folder / "taken"), error_of(save_state, optimizer, folder / "free")
@@ -70,7 +70,7 @@ def test_what_one_replica_cannot_write_ends_on_every_rank(tmp_path: Path) -> Non
 
 
 def error_on_others(rank: int, size: int, folder: Path) -> str:
-    """Of three replicas that go on from the two, one of which is of another save."""
+    """The error of three replicas that resume from two, one of which is from another save."""
     return error_of(load_state, new_optimizer()[1], folder / "mixed")
 
 

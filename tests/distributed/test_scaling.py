@@ -1,4 +1,4 @@
-"""benchmarks/scaling.py, and what it must find: a replica's share of an exchange does not grow with the replicas."""
+"""benchmarks/scaling.py, and its result: a replica's share of an exchange does not grow with their number."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shares(rank: int, world_size: int, hierarchical: str) -> dict[str, Any]:
 
 
 def most_temporary(collectives: int, processes: int) -> int:
-    """Bytes: what is read on the host at once, a number for each row that has arrived, and a header."""
+    """Bytes: a number for each received row, and a header, read on the host together."""
     return 8 * (collectives * processes * (ELEMENTS // BUCKET) + 4)
 
 
@@ -40,7 +40,7 @@ def test_flat_exchanges() -> None:
                 assert each[kind]["largest_buffer"] <= 2 * BUCKET + 64 * replicas
                 assert each[kind]["temporary"] <= most_temporary(2, replicas)
             assert each["1 bit"]["bits"] == pytest.approx(2 * (replicas - 1) / replicas * (1 + 32 / 1024), rel=0.02)
-            # errors, two payloads, the words of the live elements
+            # residuals, two payloads, the words of the participation mask
             assert each["1 bit"]["held"] == pytest.approx(
                 4 * (1 + 1 / replicas) + 2 * (1 + 32 / 1024) / 8 + 1 / 8, rel=0.02
             )

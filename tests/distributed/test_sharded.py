@@ -1,4 +1,4 @@
-"""Optimizers divided among the processes of a node do what they do undivided, with a share of the memory."""
+"""A sharded optimizer (ZeRO) does the same as an unsharded one, with a share of the memory."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FAMILY: dict[str, dict[str, Any]] = {
 def settings(*, sharded: bool, training: dict[str, Any] | None = None, **optimizer: Any) -> PretrainConfig:
     common = {"lr": 0.01, "clip_grad": 0.0, "block_size": BLOCK, "bucket_elements": 512, "lr_decay_style": "cosine"}
     passes = TrainingConfig(train_iters=60, **(training or {}))
-    common["gradient_wire_dtype"] = passes.precision  # before 4 bits, nodes' sums are rounded to bf16 if not divided
+    common["gradient_wire_dtype"] = passes.precision  # unsharded, 4 bits would round node sums to bf16
     return PretrainConfig(
         optimizer=OptimizerConfig(**(common | optimizer)),
         training=passes,
@@ -71,10 +71,10 @@ class Run:
         self.rank, self.config = group.rank, config
         self.model = nn.Module()
         for index, (key, shape) in enumerate(SHAPES.items()):
-            generator = torch.Generator().manual_seed(10 * index + self.rank)  # the first rank's are taken
+            generator = torch.Generator().manual_seed(10 * index + self.rank)  # rank 0's initial weights are broadcast
             weights = torch.randn(shape, generator=generator).to(torch.bfloat16).float()
             if key == "matrix":
-                weights = weights.t().contiguous().t()  # lies in memory by columns
+                weights = weights.t().contiguous().t()  # column-major
             self.model.register_parameter(key, nn.Parameter(weights))
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.training.precision]
         self.model.to(dtype)
@@ -85,7 +85,7 @@ class Run:
         self.optimizer.attach(self.model)
 
     def step(self, spoiled: bool = False, micro_batches: int = 1) -> Any:
-        """Through backward passes, so that gradients may leave early."""
+        """Through backward passes, so that gradients may be sent early."""
         self.optimizer.zero_grad()
         for micro_batch in range(micro_batches):
             loss: Any = 0.0
@@ -109,7 +109,7 @@ class Run:
         return torch.cat([p.detach().float().flatten() for p in self.model.parameters()])
 
     def own_part(self, whole: Tensor) -> Tensor:
-        """What a sharded optimizer keeps of a whole flat buffer."""
+        """The shard of a whole flat buffer that this optimizer keeps."""
         blocks = whole.view(-1, BLOCK)
         return torch.cat([blocks[first:last] for first, last in self.optimizer.owned.ranges]).flatten()
 
@@ -120,7 +120,7 @@ def joined() -> Any:
 
 
 def both(rank: int, size: int, cases: list[dict[str, Any]]) -> None:
-    """Each case undivided and divided, compared bit for bit after every step."""
+    """Each case unsharded and sharded, compared bit for bit after every step."""
     with joined() as group:
         for case in cases:
             options = dict(case)
@@ -149,7 +149,7 @@ def compare(whole: Run, sharded: Run, *, exact: bool, micro_batches: int) -> Non
             with whole.optimizer.replicated_weights(), sharded.optimizer.replicated_weights():
                 if exact:
                     assert torch.equal(whole.weights(), sharded.weights())
-    assert sent[1] <= 1.05 * sent[0] + STEPS * 300  # a few numbers on which the processes of a node agree
+    assert sent[1] <= 1.05 * sent[0] + STEPS * 300  # a few numbers exchanged inside a node
     state, own = (run.optimizer.replicated_state() | run.optimizer.replica_state() for run in (whole, sharded))
     for key in state.keys() & {"x", "v", "m", "u", "b"}:
         if exact:
@@ -165,14 +165,14 @@ MIXED = {"one_bit_adam": FAMILY["one_bit_adam"] | BF16, "clipped": BITS | {"clip
 
 @pytest.mark.parametrize("runs", slow_after(1, [[BITS], [*FAMILY.values(), *MIXED.values()]]))
 def test_a_divided_optimizer_does_the_same_to_the_bit(runs: list[dict[str, Any]]) -> None:
-    """But for the norm that clips, whose sum has another order, and errors that are told in full precision."""
+    """Except with clipping, as the norm is summed in another order, and with residuals applied in full precision."""
     run_ranks(both, 4, runs, local_world_size=2)
 
 
 def quantized(rank: int, size: int) -> tuple[str, bool, float]:
-    """Fingerprint, whether there are errors, and how far the weights are from those without quantization.
+    """Fingerprint, whether residuals are nonzero, and the relative distance to the weights without quantization.
 
-    The distance is a share of the way that they have come. Undivided, a node sums its gradients in bf16: no equality.
+    Relative to how far those weights moved. Unsharded, a node sums its gradients in bf16, so bits cannot be compared.
     """
     with joined() as group:
         runs = [Run(group, settings(sharded=True, gradient_wire_dtype=wire, **BITS)) for wire in ("fp32", "4bit")]
@@ -205,12 +205,12 @@ def test_on_a_single_node_too() -> None:
 
 
 def overflowing(rank: int, size: int) -> list[tuple[int, bool]]:
-    """In fp16, on one process; each of a node keeps its own loss scale, divided or not."""
+    """Overflows in fp16 on one process; each process of a node has its own loss scale, sharded or not."""
     training = {"precision": "fp16", "initial_loss_scale": 64.0, "hysteresis": 1, "accumulate_grads_in_fp32": False}
     with joined() as group:
         whole, sharded = (Run(group, settings(sharded=shard, training=training, **BITS)) for shard in (False, True))
         for step in range(STEPS):
-            spoiled = rank == 3 and step in (1, 6, 9)  # full, bits, local
+            spoiled = rank == 3 and step in (1, 6, 9)  # a full, a 1-bit and a local step
             expected, found = whole.step(spoiled), sharded.step(spoiled)
             assert (expected.kind, expected.loss_scale) == (found.kind, found.loss_scale), step
             assert whole.optimizer.loss_scale == sharded.optimizer.loss_scale, step
@@ -231,7 +231,7 @@ def given_up_at(group: Any, *, sharded: bool) -> tuple[int, bool]:
         try:
             run.step(spoiled=group.rank == 3 and step >= 5)
         except TrainingDiverged as error:
-            run.optimizer.load_state(*before)  # as a run that rolls back does
+            run.optimizer.load_state(*before)  # as a rollback does
             assert run.step().kind == "one_bit" and run.optimizer.step_count == 6
             return step, error.is_here
     raise AssertionError("it went on")
@@ -252,12 +252,12 @@ def random_bits(rank: int, size: int) -> tuple[list[str], Tensor, float]:
 
 
 def test_random_bits_differ_but_keep_all_processes_equal() -> None:
-    """The draws depend on who draws them: not those of an undivided optimizer."""
+    """Each process draws its own random numbers, so they differ from those of an unsharded optimizer."""
     first, *others = run_ranks(random_bits, 4, local_world_size=2)
     assert first[0][:-1] == ["one_bit"] * 8
     for result in others:
         assert result[0] == first[0] and torch.equal(result[1], first[1])
-    assert first[2] < -0.005  # against the mean gradient, of 0.3
+    assert first[2] < -0.005  # opposite to the mean gradient, which is 0.3
 
 
 def refused(rank: int, size: int) -> str:
@@ -268,7 +268,7 @@ def refused(rank: int, size: int) -> str:
 
 @dataclass
 class Alone:
-    """A transport that says that there are others."""
+    """A stand-in for a transport of several ranks."""
 
     size: int
     rank: int = 0
@@ -276,7 +276,7 @@ class Alone:
 
 @pytest.mark.parametrize("processes", [6, 9])
 def test_a_model_too_small_to_be_divided_is_refused(processes: int) -> None:
-    """By all processes, of which the first ones would own something."""
+    """Refused by all processes, although the first ones would own blocks."""
     groups = [{"params": [("one", nn.Parameter(torch.zeros(8, 32)))]}]
     every: Any = Alone(processes)
     topology = Topology.hierarchical(every, every, cast(Any, Alone(1)), replica="node")
@@ -316,7 +316,7 @@ def owned_blocks(run: Run) -> OwnedBlocks:
 
 
 def whole(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Flat buffers of all blocks whose mean over the processes is that over the replicas."""
+    """Flat buffers of all blocks, scaled so that their mean over processes is the mean over replicas."""
     owned, found = owned_blocks(run), {}
     for key in ("x", "v", "m", "u"):
         found[key] = torch.zeros(owned.total, BLOCK)
@@ -383,7 +383,7 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
     slow_after(1, [((2, 2, False), [(4, 2, True)]), ((4, 2, True), [(3, 3, True), (2, 2, False)])]),
 )
 def test_state_goes_on_in_other_hands(before: tuple[int, int, bool], after: list[Any], tmp_path: Path) -> None:
-    """(processes, processes of a node, whether the state of a node is divided) before and after."""
+    """``before`` and ``after``: processes, processes per node, and whether state is sharded."""
     size, node, sharded = before
     saved = run_ranks(save, size, str(tmp_path), sharded, local_world_size=node)
     for size, node, sharded in after:
@@ -391,7 +391,7 @@ def test_state_goes_on_in_other_hands(before: tuple[int, int, bool], after: list
         for key in ("x", "v", "m", "u", "residual"):
             old, new = (torch.stack([found[key] for found in results]).mean(0) for results in (saved, loaded))
             assert key == "residual" or old.any()
-            if key != "residual" or node < size:  # a single node has no residual left: it has moved by it
+            if key != "residual" or node < size:  # a single node has applied its residual
                 torch.testing.assert_close(new, old, rtol=1e-5, atol=1e-7, msg=f"{key} in {size, node, sharded}")
         assert all(torch.equal(found["print"], loaded[0]["print"]) for found in loaded)
 
@@ -404,8 +404,8 @@ def test_a_checkpoint_whose_shards_make_no_whole_is_refused(tmp_path: Path) -> N
     path = checkpoint / "rank_00000.safetensors"
     content = path.read_bytes()
     for find, put, message in (
-        (b'"m.embedding[', b'"n.embedding[', "elements of m.embedding"),  # is not there
-        (b'"m.embedding[0:', b'"m.embedding[8:', "places of state"),  # of another length than its range
+        (b'"m.embedding[', b'"n.embedding[', "elements of m.embedding"),  # missing
+        (b'"m.embedding[0:', b'"m.embedding[8:', "places of state"),  # length differs from its range
         (b'"m.embedding[0:', b'"m.embedding[9:', "places of state"),
         (b'"m.embedding[', b'"m.embedding_', "elements of m.embedding"),
         (b'"m.embedding[', b'"m.matrix___[', "elements of m.embedding"),

@@ -1,4 +1,4 @@
-"""All state but the master weights in bf16: what holds for fp32 holds, on one node and on two."""
+"""All state but the master weights in bf16: as in fp32, on one node and on two."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def of_both_backends(topology: Topology, options: dict[str, Any]) -> list[str]:
 
 
 def outcomes(topology: Topology, options: dict[str, Any]) -> list[str]:
-    """Fingerprints on the way."""
+    """Fingerprints after each step."""
     rank = topology.world.rank
     parameters, optimizer = build(topology, **options)
     fingerprints = []
@@ -69,13 +69,13 @@ def outcomes(topology: Topology, options: dict[str, Any]) -> list[str]:
         assert buffer.dtype is (torch.bfloat16 if key in NARROW else buffer.dtype), key
     assert found["x"].dtype is torch.float32 and found["m"].any() and found["u"].any()
 
-    # the model's weights follow from the state, to the bit
+    # the model's weights are restored from the state, bit-identical
     before = weights(parameters)
     with optimizer.replicated_weights():
         assert not torch.equal(weights(parameters), before)
     assert torch.equal(weights(parameters), before)
 
-    # another optimizer goes on from the state as this one does
+    # another optimizer that loads the state continues like this one
     others, resumed = build(topology, **options)
     resumed.load_state_dict({key: buffer for key, buffer in optimizer.state_dict().items()})
     assert torch.equal(weights(others), before)

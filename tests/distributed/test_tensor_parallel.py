@@ -1,4 +1,4 @@
-"""Models in parts: losses and gradients of whole models, and random numbers that differ only where they may."""
+"""Tensor-parallel models: losses and gradients of whole models, and random numbers that differ only where they may."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron01.training.step import LossModule
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
 
-VOCAB_SIZE = 17  # of four parts of 8 rows, the third holds one real id and the last none
+VOCAB_SIZE = 17  # of four shards of 8 rows, the third holds one real id and the last none
 KINDS = ("gpt", "bert post", "bert pre")
 
 
@@ -69,7 +69,7 @@ def loss_of(model: Any, kind: str) -> Tensor:
         "loss_mask": (labels >= 0).int(),
         "is_random": torch.tensor([0, 1, 0]),
     }
-    # without padding, but for slices of sequences, which have to be of one length
+    # without padding, except for sequence parallelism, whose slices must have one length
     batch = {name: torch.from_numpy(v) for name, v in model_batch({k: v.numpy() for k, v in batch.items()}).items()}
     return sum(model.loss(batch).values())  # type: ignore[return-value]
 
@@ -83,10 +83,10 @@ def own_piece(part: ModelShard, name: str, whole: Tensor, like: Tensor) -> Tenso
 
 
 def compare_with_whole_models(rank: int, size: int) -> dict[Any, tuple[float, float, float, dict[str, Tensor]]]:
-    """By variant: both losses, the largest relative error of a gradient, and the gradients of what all parts hold."""
+    """By variant: both losses, the largest relative error of a gradient, and gradients of replicated parameters."""
     found = {}
     parts = one_replica(rank, size)
-    warnings.simplefilter("error")  # a plan that names a module which is not there is only warned about
+    warnings.simplefilter("error")  # a plan that names a missing module only causes a warning
     for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16):
             for sequence_parallel in (False, True):
@@ -103,7 +103,7 @@ def compare_with_whole_models(rank: int, size: int) -> dict[Any, tuple[float, fl
                     assert torch.equal(own_piece(part, name, expected.detach(), got), got.detach()), name
                     scale = float(expected.grad.abs().max())
                     error = float((own_piece(part, name, expected.grad, got) - got.grad).abs().max())
-                    if not name.endswith("query_key_value.bias"):  # of the keys it is nothing but rounding
+                    if not name.endswith("query_key_value.bias"):  # the key's gradient is rounding noise
                         worst = max(worst, error / scale)
                     if name not in part.partitions:
                         common[name] = got.grad
@@ -167,7 +167,7 @@ def compile_under_ddp(rank: int, size: int) -> tuple[list[str], int]:
 
     module.register_comm_hook(None, note)
     tokens = torch.arange(24).view(3, 8) % VOCAB_SIZE
-    for _ in range(2):  # buckets are put together in the order of the first step
+    for _ in range(2):  # buckets are built in the order of the first step
         order.clear()
         module(tokens, tokens, torch.ones(3, 8)).backward()
     return order, counter.frame_count
@@ -213,7 +213,7 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_masks_are_equal_in_replicated_regions_and_differ_in_others() -> None:
-    """Recomputed activations see the masks of the first time, and the shared generator goes on alike everywhere."""
+    """Recomputation sees the dropout masks of the forward pass, and the shared generator is equal on all ranks."""
     first, second = run_ranks(drop_out, 2)
     (one, shared, next_one), (other, its_shared, _) = first.pop("masks"), second.pop("masks")
     assert torch.equal(shared, its_shared)

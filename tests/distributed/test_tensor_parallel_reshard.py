@@ -1,4 +1,4 @@
-"""State saved at one tensor-parallel size, loaded at another, by another number of replicas."""
+"""State saved at one tensor-parallel size, loaded at another and on another number of replicas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODEL = GPTModelConfig(
 
 
 class Run:
-    """A process of a run: its part of a model, and an optimizer."""
+    """A process of a run: its shard of a model, and an optimizer."""
 
     def __init__(self, group: Any, config: DistributedConfig, name: str) -> None:
         self.group, self.parts = group, find_tensor_parallel_ranks(group, config)
@@ -143,7 +143,7 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
 
 
 def whole(results: list[dict[str, dict[str, Tensor]]], num_parts: int, key: str) -> dict[str, Tensor]:
-    """By parameter, what the parts of each replica hold, put together, and the mean over the replicas."""
+    """By parameter: the shards of each replica put together, and averaged over the replicas."""
     model = build_model_shard(lambda: GPT2(MODEL, 17), _ALONE)
     totals = {}
     for name, shape in model.shapes.items():
@@ -176,7 +176,7 @@ _ALONE: Any = type("Alone", (), {"size": 1})()
 def test_every_parameter_keeps_its_state_and_its_residual(
     tmp_path: Path, name: str, before: tuple[int, int], after: list[tuple[int, int]]
 ) -> None:
-    """``before`` and ``after``: parts and replicas."""
+    """``before`` and ``after``: tensor-parallel size, and replicas."""
     parts, replicas = before
     folder = str(tmp_path)
     saved = _on(parts * replicas, save, folder, name, parts)

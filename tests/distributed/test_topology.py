@@ -1,4 +1,4 @@
-"""Who shares a node with whom, and the transports that a run gets."""
+"""Which ranks share a node, and the transports that a run gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNEVEN = f"(2 on {HOST}, 1 on {HOST})"
     [
         ([("a", 0, 1)], [[0]]),
         ([("a", 0, 2), ("a", 1, 2), ("b", 0, 2), ("b", 1, 2)], [[0, 1], [2, 3]]),
-        ([("a", 0, 2), ("b", 0, 2), ("a", 1, 2), ("b", 1, 2)], [[0, 2], [1, 3]]),  # dealt out in turn
+        ([("a", 0, 2), ("b", 0, 2), ("a", 1, 2), ("b", 1, 2)], [[0, 2], [1, 3]]),  # round-robin
         ([("a", 0, 2), ("a", 1, 2), ("a", 0, 2), ("a", 1, 2)], [[0, 1], [2, 3]]),  # simulated on one machine
         ([("a", 0, 2), ("a", 0, 2), ("a", 1, 2), ("a", 1, 2)], [[0, 2], [1, 3]]),
         ([("a", 1, 2), ("a", 0, 2)], [[1, 0]]),  # by local rank
@@ -43,7 +43,7 @@ def test_nodes_are_recognized(places: list[tuple[str, int, int]], nodes: list[li
 def _build(rank: int, world_size: int, local_sizes: list[int], settings: dict[str, Any]) -> dict[str, Any]:
     local = [(index, size) for size in local_sizes for index in range(size)]
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = map(str, local[rank])
-    # without checks, so that the transports are seen as they are
+    # without payload checks, so that the transports are not wrapped
     config = DistributedConfig(threads_per_replica=1, distributed_timeout_minutes=3, check_payloads=False, **settings)
     said: list[str] = []
     handler = logging.Handler()
@@ -81,7 +81,7 @@ def test_two_nodes_of_two() -> None:
     ("local_sizes", "settings", "counts"),
     [
         ([2, 2], {"replica": "node"}, (2, 2, 2, 2)),
-        ([3], {"replica": "node"}, (1, 3, 1, 0)),  # one replica, whose processes average among themselves
+        ([3], {"replica": "node"}, (1, 3, 1, 0)),  # one replica, whose processes average their gradients
         ([2, 2], {"hierarchical": "off"}, (1, 1, 4, 2)),
         ([3], {}, (1, 1, 3, 0)),
         ([1, 1], {"replica": "node"}, (1, 1, 2, 1)),

@@ -1,4 +1,4 @@
-"""Replicas with Triton kernels, on a GPU or interpreted, end up where those with the specification do."""
+"""Replicas with Triton kernels, on a GPU or interpreted, match those with the reference back end."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_two_replicas(name: str) -> None:
 
 
 def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """But for rounding units of each type, over some steps."""
+    """Up to rounding units of each dtype, over some steps."""
     for one, other in zip(ours, theirs, strict=True):
         unit = 1e-5 if one.dtype == torch.float32 else 1e-2
         torch.testing.assert_close(one, other, rtol=unit, atol=unit)
 
 
 def train_divided(topology: Topology) -> list[tuple[str, list[torch.Tensor]]]:
-    """Fingerprint and weights, with the optimizer of the node divided between its processes."""
+    """Fingerprint and weights, with the optimizer state of the node sharded over its processes."""
     outcomes = []
     for backend in BACKENDS:
         same, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + topology.world.rank)

@@ -1,4 +1,4 @@
-"""What the optimizers really send, step by step, against what ``megatron01 schedule`` foretells."""
+"""Bytes that the optimizers send at each step, against the prediction of ``megatron01 schedule``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
 
 STEPS = 60
-HEADER_BYTES = 32  # of a message: the header, and what rounds a row up to whole headers
+HEADER_BYTES = 32  # of a message: the header, and the padding of a row to whole headers
 WARM_UP: dict[str, Any] = {"lr": 1e-2, "lr_warmup_iters": 12, "variance_kappa": 3, "block_size": 64}
 DECAY: dict[str, Any] = {**WARM_UP, "lr_decay_style": "exponential", "lr_decay_rate": 0.5, "lr_decay_interval": 7}
 

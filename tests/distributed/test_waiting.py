@@ -1,4 +1,4 @@
-"""Where a training step takes numbers from tensors: on a GPU, each would hold up the host."""
+"""Where a training step reads numbers from tensors: on a GPU, each would be a host sync."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.defa
 
 
 class Reads(TorchDispatchMode):
-    """Counts what takes numbers from tensors."""
+    """Counts operations that read numbers from tensors."""
 
     count = 0
 
@@ -42,7 +42,7 @@ class Reads(TorchDispatchMode):
 
 
 def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tuple[str, int, int]]:
-    """For each step: its kind, the numbers read meanwhile, and how many of those were norms of steps long computed."""
+    """For each step: its kind, the numbers read during it, and how many of those were deferred norms."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     tokens = torch.arange(16).view(2, 8) % 13
     network: torch.nn.Module
@@ -66,7 +66,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
         variance_freeze_step=4,
         max_grad_norm=1.0,
         loss_scaler=LossScaler(initial=64.0, window=7) if precision == "fp16" else None,
-        backend="reference",  # works on the device that the parameters are on, as one on a GPU does
+        backend="reference",  # works on the parameters' device, as one on a GPU does
     )
     module = optimizer.attach(LossModule(network))
     step = TrainingStep(optimizer, module, forward_step, 2, LocalComputeTime(tokens.device))
@@ -99,6 +99,6 @@ def test_steps_without_a_mean_read_nothing_that_has_just_been_computed(model: st
         local = [(reads, known) for kind, reads, known in steps if kind == "local"]
         assert len(local) > STEPS // 2
         assert all(reads == known for reads, known in local), local
-        # nor does a 1-bit step, but for what it has received (``tolist``, which is not counted) and the watch's norms
+        # nor does a 1-bit step, except received headers (``tolist``, not counted) and the compression watch's norms
         watched, *others = [reads - known for kind, reads, known in steps if kind == "one_bit"]
         assert watched > 0 and others and not any(others), (watched, others)

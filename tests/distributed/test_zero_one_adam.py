@@ -98,7 +98,7 @@ CASES: dict[str, Case] = {
             "max_grad_norm": 10.0,
             "bucket_elements": 256,
         },
-        # 128 levels are too close for gradients that follow weights, and their rounding errors
+        # 128 levels are too close for gradients that depend on the weights and their rounding errors
         gradients=fixed_gradients,
     ),
     "bf16": Case(ZeroOneAdam, COSINE, {"variance_kappa": 2}, dtype=torch.bfloat16, gradients=given_gradients),
@@ -219,7 +219,7 @@ def test_counted_bytes_follow_the_formula(replicas: int) -> None:
 
 
 def refused(rank: int, size: int) -> list[str]:
-    """What replicas of which the second differs are told, difference by difference."""
+    """Error messages of replicas of which the second differs, for each difference."""
     odd = rank == 1
     shape = torch.zeros(2, 3, 4, 5)
     schedule = LRSchedule(style="linear", peak_lr=0.1, total_steps=30)
@@ -324,7 +324,7 @@ def test_a_parameter_without_gradient_on_one_replica_keeps_the_replicas_equal() 
 
 
 def estimated_norms(rank: int, size: int) -> tuple[list[bool], list[float], list[float], list[float]]:
-    """Which norms are estimates, what they are, and those of the mean gradient and of this replica's own."""
+    """Which norms are estimates, their values, and the norms of the mean and of this replica's own gradient."""
     parameter = torch.nn.Parameter(torch.zeros(300))
     optimizer = ZeroOneAdam([parameter], LRSchedule(peak_lr=1e-3, total_steps=40), max_grad_norm=1.0, variance_kappa=4)
     found, norms, means, owns = [], [], [], []
@@ -360,5 +360,5 @@ def on_a_steep_slope(rank: int, size: int, interval: int) -> float:
 
 @pytest.mark.parametrize("interval", [8, 16, 64])
 def test_long_intervals_do_not_throw_steep_directions_about(interval: int) -> None:
-    # the last momentum alone, for all 16 steps, ends 13 away
+    # with the last momentum alone, for all 16 steps, the distance is 13
     assert max(run_ranks(on_a_steep_slope, 2, interval)) < 0.01

@@ -1,7 +1,7 @@
 """Runs a function on several ranks that a topology connects, over gloo or over MPI.
 
-A worker is a module-level function ``worker(topology, *args)``. Nodes are simulated: ranks are told that only
-``local_world_size`` of them share a machine.
+A worker is a module-level function ``worker(topology, *args)``. Nodes are simulated: only ``local_world_size``
+ranks are declared to share a machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imported once by the server that ranks are forked from: what each of them would otherwise import and load by itself.
+"""Imported once by the server that ranks are forked from, in place of imports and kernel loads in each rank.
 
 An optimizer's construction imports half of torch, and its first step links the compiled kernels: together seconds of
 work for a rank whose test takes milliseconds.
@@ -26,5 +26,5 @@ def load_kernels() -> None:
 
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
-with contextlib.suppress(Exception):  # tests report what is broken better than a server that does not start
+with contextlib.suppress(Exception):  # a failure is reported better by the tests than by a server that does not start
     load_kernels()

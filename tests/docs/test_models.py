@@ -1,4 +1,4 @@
-"""The commands and code of docs/models.md are what the programs take, and its output what they print."""
+"""The programs accept the commands and code of docs/models.md, and print the output that it shows."""
 
 from __future__ import annotations
 

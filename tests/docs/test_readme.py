@@ -72,7 +72,7 @@ def test_the_python_code_runs_on_two_replicas(block: str, tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that looks like the checkout, in which the README's preprocess commands have been run."""
+    """A copy of the checkout's layout, in which the README's preprocess commands have been run."""
     folder = tmp_path_factory.mktemp("readme")
     for name in ("data", "configs", "pretrain_gpt.py", "pretrain_bert.py"):
         (folder / name).symlink_to(ROOT / name)

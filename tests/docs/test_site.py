@@ -50,7 +50,7 @@ def test_every_public_name_can_be_imported():
 
 
 def test_the_commands_of_the_command_line_page_are_understood(tmp_path, capsys, monkeypatch):
-    """Those that start nothing are run; of the others the settings are read."""
+    """Commands that start nothing are run; for the others only the settings are parsed."""
     page = (ROOT / "docs" / "command_line.md").read_text()
     lines = [shlex.split(line, comments=True) for block in re.findall(r"^```sh\n(.*?)^```", page, re.M | re.S)
              for line in block.splitlines()]  # fmt: skip

@@ -1,4 +1,4 @@
-"""One attempt of a run: its ranks from start to end, what they printed, and how they ended."""
+"""One attempt of a run: its ranks from launch to exit, their output and exit statuses."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from tests.faults.injection import Counts, Injection
 from tests.faults.process_pool import Child, Order, ProcessPool, become
 from tests.faults.settings import TIMEOUT_SECONDS, Setting
 
-HANG_SECONDS = TIMEOUT_SECONDS + 21.0  # after the fault or the first rank's end, until the others count as hanging
+HANG_SECONDS = TIMEOUT_SECONDS + 21.0  # after the fault or the first rank's exit, until the others count as hung
 LONGEST_SECONDS = 120.0  # of an attempt
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank at its end.
+    """A rank that has exited.
 
     Attributes:
         status: as a shell would see it; negative for the signal that killed it.
-        hung: it had to be killed, because it did not end in time.
-        seconds: from the fault, or from the first rank's end, to this one's.
+        hung: killed because it did not exit in time.
+        seconds: from the fault, or from the first rank's exit, to this one's.
     """
 
     status: int
@@ -44,7 +44,7 @@ class Ended:
 
     @property
     def error_lines(self) -> list[str]:
-        """The lines that say why it ended."""
+        """The error lines."""
         return [line for line in self.errors.splitlines() if re.match(r"(\[rank \d+\] )?error: ", line)]
 
     @property
@@ -57,9 +57,9 @@ class Attempt:
     """An attempt that is over.
 
     Attributes:
-        seconds: from its start to the end of its last rank.
-        fired: whether the fault took place.
-        again: the same command, started while this one had not ended.
+        seconds: from its start to the exit of its last rank.
+        fired: whether the fault was injected.
+        again: the same command, started while this one was running.
     """
 
     ranks: list[Ended]
@@ -90,11 +90,11 @@ def run_attempt(
     Args:
         folder: for their output, ``rank0.out``, ``rank0.err`` and so on.
         injections: faults by rank.
-        hosts: real hosts in place of faked nodes.
+        hosts: real hosts in place of simulated nodes.
         killed_after: SIGKILL to all ranks after so many seconds.
-        stopped: ranks that a fault stops for good; they go on when all others have ended.
-        again_after: start the same command once more after so many seconds.
-        counts_to: file for the numbers of calls of each place, by rank (JSON).
+        stopped: ranks that a fault stops (SIGSTOP); they get SIGCONT when all others have exited.
+        again_after: start the same command again after so many seconds.
+        counts_to: file for the number of calls at each injection point, by rank (JSON).
     """
     fired = folder / "fired"
     work = [(config, (injections or {}).get(rank, ()), fired) for rank in range(setting.world_size)]
@@ -121,7 +121,7 @@ def run_attempt(
 
 
 def lose_launcher(pool: ProcessPool, setting: Setting, config: Any, folder: Path, seconds: float) -> Child:
-    """Start all ranks by a launcher of their own, and kill that after some seconds; its ranks are in its group."""
+    """Start all ranks by a launcher, in its process group, and kill the launcher after some seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     variables = [entry | {"TORCHELASTIC_RUN_ID": "campaign"} for entry in rank_variables(setting, "127.0.0.1")]
     order = Order(_launch, (config, variables, folder), {}, folder / "launcher.out", folder / "launcher.err")
@@ -133,7 +133,7 @@ def lose_launcher(pool: ProcessPool, setting: Setting, config: Any, folder: Path
 
 
 def rest_of(launcher: Child, seconds: float) -> bool:
-    """Whether ranks of a launcher are still there after a time; then they are killed."""
+    """Whether ranks of a launcher still run after a time; they are killed then."""
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:
@@ -157,9 +157,9 @@ def start_ranks(
 
     Args:
         folder: for their output; made if it does not exist.
-        work: what each does.
-        arguments: of it, for all ranks or for each.
-        hosts: real hosts in place of faked nodes.
+        work: the function that each rank runs.
+        arguments: its arguments, for all ranks or for each.
+        hosts: real hosts in place of simulated nodes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     variables = rank_variables(setting, "127.0.0.1" if hosts is None else hosts.address(0))
@@ -181,9 +181,9 @@ def start_ranks(
 def _watch(
     pool: ProcessPool, children: list[Child], fired: Path, killed_after: float | None, stopped: Collection[int]
 ) -> list[tuple[float, bool, float]]:
-    """For each rank: when it ended, whether it hung, and since when it was expected to end."""
+    """For each rank: time of its exit, whether it hung, and the time from which it was expected to exit."""
     began = time.monotonic()
-    alarm: float | None = None  # when the fault took place, or the first rank ended
+    alarm: float | None = None  # time of the fault or of the first rank's exit
     ends: dict[int, tuple[float, bool, float]] = {}
     waits_for_stopped = False
     while len(ends) < len(children):
@@ -213,7 +213,7 @@ def _watch(
 
 
 def _launch(config: Any, variables: Sequence[Mapping[str, str]], folder: Path) -> None:
-    """What a launcher does: it starts all ranks, and waits for them."""
+    """The launcher: starts all ranks, and waits for them."""
     ranks = []
     for rank, environment in enumerate(variables):
         ranks.append(os.fork())
@@ -228,7 +228,7 @@ def _launch(config: Any, variables: Sequence[Mapping[str, str]], folder: Path) -
 def _pretrain(
     config: Any, injections: Sequence[Injection], fired: Path, counts_to: str | None, delay: float = 0.0
 ) -> None:
-    """What a rank does: the program, armed."""
+    """A rank: the program, with its injections armed."""
     time.sleep(delay)
     counts = Counts()
     if counts_to is not None:
@@ -248,7 +248,7 @@ def _pretrain(
 
 
 def rank_variables(setting: Setting, address: str) -> list[dict[str, str]]:
-    """What a launcher sets, for each rank."""
+    """The environment variables that a launcher sets, for each rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,10 +1,10 @@
-"""Runs with faults: are they noticed, by whom, and does the next start end where a run without them does?
+"""Runs with injected faults: are they noticed, on which ranks, and is the resumed run bit-identical to one without?
 
     python -m tests.faults.campaign --faults 500 --seed 0 --results faults.jsonl
 
-draws faults, puts each into a small run of its own, and prints a table. What became of each is appended to the results
-file; started again with the same one, a campaign goes on where it was interrupted. Faults of networks and disks need
-root, and namespaces of Linux.
+draws faults, injects each into a small run of its own, and prints a table. Each outcome is appended to the results
+file; started again with the same file, a campaign continues where it was interrupted. Network and disk faults need
+root, and Linux namespaces.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ DISK_MEGABYTES = 8
 
 
 class Laboratory:
-    """Everything that faults are tried with: warm processes, a corpus, runs without faults, and hosts if needed.
+    """Resources for fault injection: a process pool, a corpus, reference runs, and hosts if needed.
 
     Args:
-        folder: for all files; what is expensive to make is found again there.
-        pool: the processes.
-        number: tells hosts of one process apart.
+        folder: for all files; expensive ones are reused.
+        pool: the process pool.
+        number: distinguishes sets of hosts of one process.
     """
 
     def __init__(self, folder: Path, pool: ProcessPool, number: int = 0) -> None:
@@ -69,12 +69,12 @@ class Laboratory:
 
     @cached_property
     def framework_pool(self) -> ProcessPool:
-        """Processes that have imported other frameworks."""
+        """A process pool that has imported other frameworks."""
         return self._resources.enter_context(ProcessPool(*frameworks.MODULES))
 
     @property
     def hosts(self) -> Hosts:
-        """Two hosts, made when they are first asked for."""
+        """Two hosts, created on first use."""
         if self._hosts is None:
             self._hosts = self._resources.enter_context(Hosts(self.number))
         return self._hosts
@@ -90,7 +90,7 @@ class Laboratory:
         return reference(self.pool, setting, self.corpus, self.folder / "references")
 
     def try_fault(self, kind: Kind, numbers: random.Random, setting: Setting, folder: Path) -> tuple[Plan, Outcome]:
-        """Draw a fault of a kind, put it into a run, and start that again if it ended."""
+        """Draw a fault of a kind, inject it into a run, and restart the run if it ended."""
         folder.mkdir(parents=True)
         with ExitStack() as clean_up:
             clean_up.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -139,7 +139,7 @@ class Laboratory:
         if attempt.again is not None:
             outcome.lost_checkpoints += len(lost_checkpoints(attempt.again))
         has_ended_early = plan.is_asked_to_stop and attempt.succeeded and final_digest(stage.saved, STEPS) is None
-        must_end = plan.ends or (plan.is_asked_to_stop and not attempt.succeeded)  # as it was, before the first step
+        must_end = plan.ends or (plan.is_asked_to_stop and not attempt.succeeded)  # before the first step
         if not has_ended_early and (attempt.succeeded or not (must_end and outcome.fired)):
             if attempt.again is not None:
                 _compare(plan, stage, attempt.again, outcome)
@@ -163,12 +163,12 @@ class Laboratory:
 
     @staticmethod
     def _came_too_late(plan: Plan, attempt: Attempt) -> bool:
-        """Whether a rank was killed when the others had all they needed."""
+        """Whether a rank was killed when the others no longer needed it."""
         living = [rank for number, rank in enumerate(attempt.ranks) if number not in plan.dead]
         return bool(plan.dead) and all(rank.status == 0 for rank in living)
 
     def _restart_beside_orphans(self, plan: Plan, stage: Stage, config: Any, outcome: Outcome, seconds: float) -> None:
-        """Kill the launcher, and start the same command while its ranks have not yet ended."""
+        """Kill the launcher, and start the same command while its ranks still run."""
         folder = stage.folder / "first"
         launcher = lose_launcher(self.pool, stage.setting, config, folder, seconds)
         again = run_attempt(self.pool, stage.setting, config, stage.folder / "second")
@@ -183,7 +183,7 @@ class Laboratory:
         _compare(plan, stage, again, outcome)
 
     def _judge_one_life(self, plan: Plan, stage: Stage, attempt: Attempt, outcome: Outcome) -> None:
-        """The run should have gone on to its end, or did although it need not have."""
+        """Set the outcome of a run that was to complete, or did although it need not have."""
         _compare(plan, stage, attempt, outcome)
         vanished = plan.may_vanish and outcome.recovered
         if plan.must_say is not None and outcome.fired and not vanished:
@@ -195,7 +195,7 @@ class Laboratory:
 
 
 def _compare(plan: Plan, stage: Stage, attempt: Attempt, outcome: Outcome) -> None:
-    """Whether an attempt came to its end, and with the same bits and lines as a run without a fault."""
+    """Check that an attempt completed, bit-identical and with the same metrics as a run without a fault."""
     if not attempt.succeeded:
         outcome.hung |= any(rank.hung for rank in attempt.ranks)
         lines = [line for rank in attempt.ranks for line in (rank.error_lines or rank.errors.splitlines()[-1:])]
@@ -206,7 +206,7 @@ def _compare(plan: Plan, stage: Stage, attempt: Attempt, outcome: Outcome) -> No
         outcome.problems.append("other bits at the end")
     lines = comparable(read_metrics(stage.folder / "run"))
     expected = [line for line in stage.reference.lines if line["iteration"] in {line["iteration"] for line in lines}]
-    if plan.is_asked_to_stop:  # an evaluation that was due after the last step is left out then
+    if plan.is_asked_to_stop:  # an evaluation after the last step is left out then
         pairs = zip(lines, expected, strict=True)
         expected = [
             {key: value for key, value in line.items() if key in own or "eval" not in key} for own, line in pairs
@@ -218,7 +218,7 @@ def _compare(plan: Plan, stage: Stage, attempt: Attempt, outcome: Outcome) -> No
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[None]:
-    """A file system that is soon full, at ``folder``."""
+    """A small file system (tmpfs), at ``folder``."""
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MEGABYTES}m", "tmpfs", str(folder)], check=True)
     try:
@@ -228,21 +228,21 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def unmount_below(folder: Path) -> None:
-    """Take away all file systems that are mounted below a folder."""
+    """Unmount all file systems below a folder."""
     for line in Path("/proc/thread-self/mounts").read_text().splitlines():
         if line.split()[1].startswith(f"{folder}/"):
             subprocess.run(["umount", "--lazy", line.split()[1]], check=True)
 
 
 def hide_mounts() -> None:
-    """Mount from now on for this process and its children only, so that an interruption leaves none behind."""
+    """Enter a private mount namespace, so that an interruption leaves no mounts behind."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) or libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
         raise OSError(ctypes.get_errno(), "mounts cannot be hidden")
 
 
 def draw(numbers: random.Random, *, as_root: bool) -> tuple[str, Setting]:
-    """A kind of fault and a setting that it fits."""
+    """A random kind of fault, and a setting to which it applies."""
     possible = {name: kind for name, kind in KINDS.items() if as_root or not kind.needs_root}
     (name,) = numbers.choices(list(possible), [kind.weight for kind in possible.values()])
     setting = draw_setting(numbers, nodes=KINDS[name].nodes)
@@ -301,7 +301,7 @@ def main() -> None:
 
 
 def one(laboratory: Laboratory, number: int, seed: int, only: str | None, *, as_root: bool) -> dict[str, Any]:
-    """The ``number``-th fault of a campaign: drawn anew until it takes place. A row for the table."""
+    """A table row for the ``number``-th fault of a campaign, which is drawn again until it fires."""
     for attempt in range(10):
         numbers = random.Random(f"{seed}/{number}/{attempt}")
         name, setting = draw(numbers, as_root=as_root)

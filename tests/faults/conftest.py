@@ -1,4 +1,4 @@
-"""Warm processes for all tests here: they take longer to warm up than a test to run."""
+"""One process pool for all tests here: it takes longer to warm up than a test to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of other frameworks' loops, whose checkpoints hold the state of every replica: faults put into them."""
+"""Fault injection in other frameworks' training loops, whose checkpoints hold the state of every replica."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ LOOPS: dict[str, Callable[[Path, Path | None], tuple[torch.nn.Module, ZeroOneAda
 
 
 def newest(folder: Path) -> Path:
-    """The checkpoint of the most steps in a run's folder."""
+    """The newest checkpoint in a run's folder."""
     return max((folder / "saved").glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
 
 
 def try_fault(pool: ProcessPool, plan: Plan, references: Path, folder: Path) -> Outcome:
-    """Put a fault into a run, and start that again; a checkpoint that it refuses is taken away, as its message says."""
+    """Inject a fault into a run, and restart it; a checkpoint that it refuses is deleted, as the error advises."""
     assert plan.framework is not None
     outcome = Outcome()
     reference = _reference(pool, plan.framework, references)
@@ -141,7 +141,7 @@ def _result(folder: Path) -> dict[str, Any]:
 def _attempt(
     pool: ProcessPool, name: str, folder: Path, output: str, injections: dict[int, list[Injection]]
 ) -> tuple[list[int | None], str]:
-    """The ranks' exit statuses, None of one that did not end, and what they said."""
+    """The ranks' exit statuses, None for one that did not exit, and their stderr."""
     place = folder / output
     arguments = [(name, folder, injections.get(rank, []), place / "fired") for rank in range(2)]
     children = start_ranks(pool, Setting(), place, _train, *arguments)
@@ -155,7 +155,7 @@ def _attempt(
 
 
 def _train(name: str, folder: Path, injections: Sequence[Injection], fired: Path) -> None:
-    """What a rank does."""
+    """One rank of a run."""
     for injection in injections:
         injection.arm(fired)
     torch.set_num_threads(1)

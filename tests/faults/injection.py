@@ -1,4 +1,4 @@
-"""Faults put into one replica of a run, at a chosen call of a chosen part of the program."""
+"""Fault injection into one replica of a run, at a chosen call of a chosen function."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from megatron01.parallel import startup
 from megatron01.training import data as training_data
 from megatron01.training import trainer
 
-# Parts of the program that a replica calls again and again, or once at its start: owner and name of the function.
+# Injection points, which a replica calls repeatedly, or once at its start: owner and name of the function.
 PLACES: dict[str, list[tuple[Any, str]]] = {
     "meeting the others": [(dist, "init_process_group")],
     "choosing a checkpoint": [(trainer, "choose_start")],
@@ -50,7 +50,7 @@ WHEN = ("before", "inside", "after")
 
 
 class Action(Protocol):
-    """What happens; called with the arguments of the call of the place."""
+    """A fault; called with the arguments of the call at the injection point."""
 
     def __call__(self, *args: Any) -> None: ...
 
@@ -77,7 +77,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Hang:
-    """The thread waits in the system for ever, as for a file server that is gone; other threads go on."""
+    """The thread blocks in a system call for ever, as on a lost file server; other threads continue."""
 
     def __call__(self, *_: Any) -> None:
         while True:
@@ -86,7 +86,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal to this process, as a scheduler or a user sends one that asks for an early end."""
+    """A signal to this process that asks it to stop early, as a scheduler or a user sends it."""
 
     number: signal.Signals
 
@@ -96,7 +96,7 @@ class Signal:
 
 @dataclass(frozen=True)
 class KillLoader:
-    """SIGKILL to a process that prepares batches for this replica."""
+    """SIGKILL to this replica's data loader processes."""
 
     def __call__(self, *_: Any) -> None:
         import multiprocessing
@@ -121,7 +121,7 @@ class Run:
 
 @dataclass(frozen=True)
 class JumpClock:
-    """The wall clock that this process sees changes by some seconds."""
+    """This process's wall clock jumps by some seconds."""
 
     seconds: float
 
@@ -133,7 +133,7 @@ class JumpClock:
 
 @dataclass(frozen=True)
 class FillDisk:
-    """A file takes what is left of a file system but for some bytes; ``FreeDisk`` takes it away."""
+    """A file fills a file system but for some bytes; ``FreeDisk`` deletes it."""
 
     file: Path
     left: int
@@ -146,7 +146,7 @@ class FillDisk:
 
 @dataclass(frozen=True)
 class FreeDisk:
-    """The end of ``FillDisk``."""
+    """Undoes ``FillDisk``."""
 
     file: Path
 
@@ -156,7 +156,7 @@ class FreeDisk:
 
 @dataclass(frozen=True)
 class BreakCalls:
-    """From now on, or once, a call of the system on files below a folder fails in this process, as on a broken disk."""
+    """A system call on files below a folder fails in this process, once or from now on, as on a broken disk."""
 
     name: str
     is_for_good: bool
@@ -174,7 +174,7 @@ class BreakCalls:
                 is_over.set()
             raise OSError(errno.EIO, "Input/output error", None if is_open_file else str(args[0]))
 
-        # files are opened by three names, two of which are one function
+        # os.open, io.open and builtins.open; the last two are one function
         for owner in (os, io, builtins) if self.name == "open" else (os,):
             setattr(owner, self.name, functools.partial(broken, getattr(owner, self.name)))
 
@@ -191,7 +191,7 @@ class Delete:
 
 @dataclass(frozen=True)
 class DamageData:
-    """A token file vanishes, is cut short, is written over in place, or is replaced by another of the same size."""
+    """A token file is deleted, truncated, overwritten in place, or replaced by another of the same size."""
 
     file: Path
     how: str
@@ -214,7 +214,7 @@ class DamageData:
 
 @dataclass(frozen=True)
 class FlipWeight:
-    """A bit of this replica's master weights or second moment; at "a step"."""
+    """Flips a bit of this replica's master weights or second moment; at "a step"."""
 
     name: str
     element: int
@@ -222,15 +222,15 @@ class FlipWeight:
 
     def __call__(self, trainer: Any, *_: Any) -> None:
         optimizer = trainer.optimizer
-        own = getattr(optimizer, "_local", None)  # replicated_state() of one replica alone would wait for the others
+        own = getattr(optimizer, "_local", None)  # replicated_state() is a collective
         state = optimizer.replicated_state() if own is None else {"x": own.x, "v": own.v if own.v.numel() else own.x}
-        words = state.get(self.name, next(iter(state.values()))).view(-1).view(torch.int32)  # of bf16 two elements each
+        words = state.get(self.name, next(iter(state.values()))).view(-1).view(torch.int32)  # two elements each if bf16
         words[self.element % words.numel()] ^= _signed(1 << self.bit)
 
 
 @dataclass(frozen=True)
 class FlipReceived:
-    """A bit of what has arrived; at "an all-to-all" or "an all-gather", after it."""
+    """Flips a bit of the received payload; at "an all-to-all" or "an all-gather", after it."""
 
     position: int
     bit: int
@@ -244,7 +244,7 @@ class FlipReceived:
 class Injection:
     """One action, at the ``call``-th call (from 0) of a place: before it, inside (after a delay in seconds), or after.
 
-    Without a place, the delay counts from the start of the process. "After" a collective is when its result is there.
+    Without a place, the delay counts from the start of the process. "After" a collective is after its ``wait``.
     """
 
     action: Any
@@ -254,7 +254,7 @@ class Injection:
     delay: float = 0.0
 
     def arm(self, fired: Path) -> None:
-        """Prepare it in this process; ``fired`` will exist once it has happened."""
+        """Install it in this process; it creates the file ``fired`` when it happens."""
 
         def act(*args: Any) -> None:
             fired.touch()
@@ -287,10 +287,10 @@ class Injection:
 
 @dataclass(frozen=True)
 class WaitWithoutEnd:
-    """Collectives of bytes do not fail when a peer is lost, but wait in the system for ever: what NCCL's do."""
+    """Payload collectives do not fail when a peer is lost, but block for ever, as NCCL's do."""
 
     def arm(self, fired: Path) -> None:
-        """From now on, in this process, whose gloo is taken for NCCL; nothing is ``fired`` by it."""
+        """Install it in this process, which then treats gloo like NCCL; ``fired`` is not created."""
         startup._waits_without_end = lambda backend: True
         for name in ("_start_all_to_all", "_start_all_gather"):
             setattr(TorchTransport, name, self._wrapped(getattr(TorchTransport, name)))
@@ -307,7 +307,7 @@ class WaitWithoutEnd:
 
 @dataclass
 class Counts:
-    """Counts the calls of every place in this process."""
+    """Counts the calls at every injection point in this process."""
 
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PLACES, 0))
 
@@ -326,7 +326,7 @@ class Counts:
 
 
 class _Endless:
-    """A collective under way, for which one waits until it is done, or for ever."""
+    """A collective in flight whose ``wait`` blocks for ever where it would fail."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -339,7 +339,7 @@ class _Endless:
 
 
 class _Arriving:
-    """A collective under way, with something that happens when its result is there."""
+    """A collective in flight, with an action after its ``wait``."""
 
     def __init__(self, work: Any, action: Callable[[], None]) -> None:
         self._work, self._action = work, action

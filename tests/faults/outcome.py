@@ -1,4 +1,4 @@
-"""What became of a run with a fault."""
+"""The outcome of a run with a fault."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ COST_OF_RESTARTS = ("restart_seconds", "lost_steps")
 
 @dataclass
 class Outcome:
-    """What became of a run with a fault.
+    """The outcome of a run with a fault.
 
     Attributes:
-        fired: it took place; some that wait for a moment come too late.
-        noticed: every rank that lived ended with a status other than 0 and at most one line, and one line says why;
-            or, where the run was to go on, said what it had to. None where there was nothing to notice.
-        recovered: the run, or its next start, ended with the same bits as a run without a fault.
-        undetected: it ended as if all were well, with other bits.
-        hung: a rank did not end by itself.
-        lost_checkpoints: that had been announced and are no longer intact.
-        noise: lines that a rank that lived printed beside its error, the most of all.
-        lost_steps: done, and done again by the next start.
-        seconds: from the fault to the end of the last rank that lived, where the run ended.
+        fired: the fault was injected; one after a delay may come too late.
+        noticed: every surviving rank exited with a nonzero status and at most one error line, and one line exists;
+            or a run that was to continue printed the expected message. None if there was nothing to notice.
+        recovered: the run, or its next attempt, ended bit-identical to a run without a fault.
+        undetected: it succeeded with other bits.
+        hung: a rank did not exit by itself.
+        lost_checkpoints: checkpoints that were reported as saved and are no longer intact.
+        noise: lines that a surviving rank printed besides its error (maximum over ranks).
+        lost_steps: steps repeated by the next attempt.
+        seconds: from the fault to the exit of the last surviving rank, if the run ended.
         problems: in words.
-        messages: what the ranks said.
+        messages: the ranks' error lines.
     """
 
     fired: bool = True
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def final_digest(saved: Path, iteration: int) -> str | None:
-    """Hash of everything in the last checkpoint of a run: tensors of all replicas, counters, sums; None without it."""
+    """Hash of all of a run's last checkpoint: tensors of all replicas, counters, sums; None if it does not exist."""
     folder = iteration_folder(saved, iteration)
     try:
         metadata = json.loads((folder / "metadata.json").read_text())
@@ -69,7 +69,7 @@ def final_digest(saved: Path, iteration: int) -> str | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The whole lines of metrics.jsonl."""
+    """The complete lines of metrics.jsonl."""
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -84,18 +84,18 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def comparable(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines of metrics.jsonl without times, and without what differs between a run with a fault and one without."""
+    """Lines of metrics.jsonl without times and other values that differ between runs with and without a fault."""
     return tiny.comparable(lines, leaving_out=COST_OF_RESTARTS)
 
 
 def resumed_iteration(attempt: Attempt) -> int:
-    """Where an attempt began."""
+    """The iteration from which an attempt started."""
     found = re.search(r"^continuing after iteration (\d+)", attempt.ranks[0].output, re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def lost_checkpoints(attempt: Attempt) -> list[str]:
-    """Checkpoints that the first rank announced and that are no longer whole."""
+    """Checkpoints that rank 0 reported as saved and that are no longer intact."""
     lost = []
     for path in re.findall(r"^saved (.*)$", attempt.ranks[0].output, re.MULTILINE):
         try:
@@ -107,9 +107,9 @@ def lost_checkpoints(attempt: Attempt) -> list[str]:
 
 
 def look_at_end(attempt: Attempt, dead: set[int], stopped: set[int], outcome: Outcome) -> None:
-    """Whether all ranks that lived ended as they should: with a status, and one line that says why.
+    """Check that all surviving ranks exited as they should: with a nonzero status and one error line.
 
-    One that was stopped may find that it had all it needed, and end well.
+    A stopped rank may succeed if it no longer needed the others.
     """
     living = [(number, rank) for number, rank in enumerate(attempt.ranks) if number not in dead]
     outcome.seconds = max((rank.seconds for _, rank in living), default=None)

@@ -1,4 +1,4 @@
-"""The kinds of faults: for each, how one is drawn, and what a run must do then."""
+"""The kinds of faults: how each is drawn, and what the run must do then."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DAY = 86400.0
 
 @dataclass
 class Stage:
-    """What a fault is drawn for: random numbers, the run, and where it takes place."""
+    """What a fault is drawn from: random numbers, the run's setting, and its folders and hosts."""
 
     numbers: random.Random
     setting: Setting
@@ -62,7 +62,7 @@ class Stage:
         return self.numbers.randrange(self.setting.world_size)
 
     def trigger(self, rank: int, places: tuple[str, ...], *, when: tuple[str, ...] = WHEN) -> dict[str, Any]:
-        """A place that this rank comes to, and which call of it; START_UP counts in a run that loads a checkpoint."""
+        """An injection point that this rank reaches, and which call; runs that load a checkpoint reach START_UP."""
         calls = self.reference.calls[rank]
         place = self.numbers.choice([place for place in places if calls[place] or place in START_UP])
         return {
@@ -78,25 +78,25 @@ class Plan:
     """A fault, and what a run must do.
 
     Attributes:
-        where: for the table.
+        where: a label for the table.
         injections: by rank.
-        ends: whether the ranks that live must end with an error; if not, the run must go on to its end.
+        ends: whether the surviving ranks must exit with an error; if not, the run must complete.
         dead: ranks that are killed.
-        stopped: ranks that are stopped for good, and go on when the others have ended.
+        stopped: ranks that are stopped (SIGSTOP), and get SIGCONT when the others have exited.
         killed_after: seconds after which all ranks are killed.
-        launcher_killed_after: seconds after which the process that started all ranks is killed, and they are not; the
-            next start follows at once.
-        again_after: seconds after which the same command is started again, although the first has not ended.
-        is_asked_to_stop: the run is to end early by itself, with a checkpoint of the step that it has come to.
+        launcher_killed_after: seconds after which the launcher alone is killed, without its ranks; the next attempt
+            starts at once.
+        again_after: seconds after which the same command is started again, while the first one runs.
+        is_asked_to_stop: the run is to stop early by itself, with a checkpoint of the step that it has reached.
         framework: whose loop trains in place of this project's.
-        starts_from: iteration of the checkpoint that the run begins with; None: it begins anew.
+        starts_from: iteration of the checkpoint that the run resumes from; None: a new run.
         before: what happens to files before the run starts.
-        mend: what somebody mends before the next start.
-        must_say: what the run must print on the way, or at its end.
-        same_bits: the run, or its next start, ends as one without a fault.
+        mend: what is repaired before the next attempt.
+        must_say: what the run must print, during the run or at its end.
+        same_bits: the run, or its next attempt, must end bit-identical to one without a fault.
         changes: settings that differ from the reference's.
-        may_vanish: rounding may swallow the fault, or it may come after the last use of what it damages: where the
-            run ends with the bits of one without it, there was nothing to notice.
+        may_vanish: rounding may hide the fault, or it may come after the last use of what it damages: if the run is
+            bit-identical to one without it, there was nothing to notice.
     """
 
     where: str
@@ -134,13 +134,13 @@ def killed_at_any_moment(stage: Stage) -> Plan:
 
 
 def all_killed(stage: Stage) -> Plan:
-    """SIGKILL to all ranks at once, after a time: a power failure, a node that is taken away."""
+    """SIGKILL to all ranks at once, after a time, as by a power failure or a preempted node."""
     after = stage.numbers.uniform(0.0, stage.reference.seconds)
     return Plan("all ranks", killed_after=after, dead=set(range(stage.setting.world_size)))
 
 
 def killed_while_replacing(stage: Stage) -> Plan:
-    """A run that does steps again whose checkpoint exists, but was never named as the newest, is killed at a rename."""
+    """A run that repeats steps whose checkpoint exists, but is not in the tracker file, is killed at a rename."""
     trigger = stage.trigger(0, ("a rename",))
     plan = Plan(f"{trigger['when']} a rename", {0: [Injection(Kill(), **trigger)]}, dead={0}, starts_from=10)
     plan.before = lambda: (stage.saved / TRACKER_NAME).write_text(str(SAVED_EVERY))
@@ -156,14 +156,14 @@ def stopped_for_a_moment(stage: Stage) -> Plan:
 
 
 def stopped_for_good(stage: Stage) -> Plan:
-    """SIGSTOP: the others give the rank up; when it goes on, it ends too."""
+    """SIGSTOP: the others report the rank as lost; after SIGCONT it exits too."""
     rank = stage.rank()
     trigger = stage.trigger(rank, TRAINING + SAVING)
     return Plan(f"{trigger['when']} {trigger['place']}", {rank: [Injection(Stop(None), **trigger)]}, stopped={rank})
 
 
 def bit_on_the_wire(stage: Stage) -> Plan:
-    """A bit of what arrived, header and checksum included."""
+    """A bit flip in a received payload, header and checksum included."""
     rank = stage.rank()
     trigger = stage.trigger(rank, EXCHANGES, when=("after",))
     flip = FlipReceived(stage.numbers.randrange(1 << 30), stage.numbers.randrange(8))
@@ -171,7 +171,7 @@ def bit_on_the_wire(stage: Stage) -> Plan:
 
 
 def bit_in_the_weights(stage: Stage) -> Plan:
-    """A bit of the master weights or the second moment of one replica."""
+    """A bit flip in the master weights or the second moment of one replica."""
     rank = stage.rank()
     trigger = stage.trigger(rank, ("a step",), when=("before", "after"))
     name = stage.numbers.choice("xv")
@@ -181,14 +181,14 @@ def bit_in_the_weights(stage: Stage) -> Plan:
 
 
 def bit_in_the_newest_checkpoint(stage: Stage) -> Plan:
-    """A bit of a file of the newest checkpoint, between two attempts."""
+    """A bit flip in a file of the newest checkpoint, between two attempts."""
     plan = Plan("newest", ends=False, starts_from=10, must_say="checkpoint 10 is passed over")
     plan.before = lambda: _flip(stage, stage.saved, 10)
     return plan
 
 
 def bit_in_all_checkpoints(stage: Stage) -> Plan:
-    """A bit in each checkpoint, between two attempts; somebody puts the files back."""
+    """A bit flip in each checkpoint, between two attempts; later the files are restored."""
     plan = Plan("all", starts_from=10, must_say="no intact checkpoint")
     undo: list[Callable[[], object]] = []
     plan.before = lambda: undo.extend(_flip(stage, stage.saved, number) for number in (5, 10))
@@ -205,7 +205,7 @@ def tracker_lost(stage: Stage) -> Plan:
 
 
 def disk_full_while_saving(stage: Stage) -> Plan:
-    """The file system of the checkpoints is full, for a while or till the end of the run."""
+    """The checkpoints' file system is full, for a while or until the end of the run."""
     ballast, left = stage.folder / "disk" / "ballast", stage.numbers.choice([0, 1, 4, 16, 64, 128]) * 1024
     step = stage.numbers.randrange(1, STEPS)
     fill = Injection(FillDisk(ballast, left), "a step", step)
@@ -213,12 +213,12 @@ def disk_full_while_saving(stage: Stage) -> Plan:
         free = Injection(FreeDisk(ballast), "a step", 12)
         return Plan("for a while", {0: [fill, free]}, ends=False, must_say="WARNING: no checkpoint")
     plan = Plan("for good", {0: [fill]}, mend=FreeDisk(ballast), must_say="cannot be written")
-    plan.may_vanish = True  # what is left may do for the checkpoints that are still to come
+    plan.may_vanish = True  # the space left may suffice for the remaining checkpoints
     return plan
 
 
 def disk_full_while_logging(stage: Stage) -> Plan:
-    """The file system of the metrics is full; checkpoints go elsewhere."""
+    """The metrics' file system is full; checkpoints are on another."""
     ballast = stage.folder / "disk" / "ballast"
     fill = Injection(FillDisk(ballast, 0), "a step", stage.numbers.randrange(1, 6))
     return Plan("metrics", {0: [fill]}, ends=False, must_say="WARNING")
@@ -239,7 +239,7 @@ def data_file_changed(stage: Stage) -> Plan:
     if stage.numbers.random() < 0.5:
         rank = stage.rank()
         trigger = stage.trigger(rank, ("a step", "an evaluation"))
-        harmless = how in ("vanishes", "is replaced")  # what is mapped stays
+        harmless = how in ("vanishes", "is replaced")  # mapped files stay readable
         injections = {rank: [Injection(damage, **trigger)]}
         said = None if harmless else path.name
         where = f"{how} in training"
@@ -247,15 +247,15 @@ def data_file_changed(stage: Stage) -> Plan:
     plan = Plan(
         f"{how} between attempts", starts_from=10, before=damage, mend=mend, must_say=path.name, changes=changes
     )
-    if suffix == ".bin" and how in ("is written over", "is replaced"):  # another text of the same shape
+    if suffix == ".bin" and how in ("is written over", "is replaced"):  # another text, with the same lengths
         plan.ends, plan.same_bits, plan.must_say = False, False, "the order of the training samples"
     return plan
 
 
 def disk_breaks(stage: Stage) -> Plan:
-    """EIO from a call of the system in one rank, on any file of the run: once, or from then on."""
+    """EIO from a system call in one rank, on any file of the run: once, or from then on."""
     rank, name = stage.rank(), stage.numbers.choice(SYSTEM_CALLS)
-    rank = rank if name in ("fsync", "open", "stat", "mkdir") else 0  # others call the rest for no file of the run
+    rank = rank if name in ("fsync", "open", "stat", "mkdir") else 0  # only rank 0 uses the others on the run's files
     is_for_good = stage.numbers.random() < 0.5
     step = stage.numbers.randrange(1, STEPS - 1)
     broken = Injection(BreakCalls(name, is_for_good, stage.folder), "a step", step)
@@ -264,13 +264,13 @@ def disk_breaks(stage: Stage) -> Plan:
 
 
 def run_folder_deleted(stage: Stage) -> Plan:
-    """The folder of the metrics is deleted in mid-run: there are lines missing afterwards, but no bits."""
+    """The metrics folder is deleted during the run: lines of metrics are lost, but training is bit-identical."""
     delete = Injection(Delete(stage.folder / "run"), "a step", stage.numbers.randrange(1, STEPS - 1))
     return Plan("metrics", {0: [delete]}, may_vanish=True)
 
 
 def owned_by_the_dead(stage: Stage) -> Plan:
-    """An owner that cannot be alive, and left-overs of every kind, are there at the start."""
+    """At the start there is the owner file of a dead process, and leftovers of every kind."""
 
     def before() -> None:
         entry = {"host": "gone", "pid": 2**22 - 1, "since": "2026", "boot": "other", "token": "x"}
@@ -287,7 +287,7 @@ def owned_by_the_dead(stage: Stage) -> Plan:
 
 
 def left_over_that_stays(stage: Stage) -> Plan:
-    """A left-over of an earlier save that cannot be deleted, as somebody is in it: a mounted file system."""
+    """A leftover of an earlier save that cannot be deleted, because a file system is mounted in it."""
     kind = stage.numbers.choice(["incomplete", "removed"])
     left = stage.saved / f"iter_{stage.numbers.choice([3, 5, 10]):07d}.{kind}"
 
@@ -301,7 +301,7 @@ def left_over_that_stays(stage: Stage) -> Plan:
 
 
 def asked_to_stop(stage: Stage) -> Plan:
-    """A signal that asks for an early end, to one rank or to all, between two saves or during one."""
+    """A signal to stop early, to one rank or to all, between two saves or during one."""
     number = stage.numbers.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
     rank = stage.rank()
     injection = Injection(Signal(number), **stage.trigger(rank, TRAINING + SAVING))
@@ -310,7 +310,7 @@ def asked_to_stop(stage: Stage) -> Plan:
 
 
 def started_twice(stage: Stage) -> Plan:
-    """The same command again while the first runs; that one is left alone, or one of its ranks is killed."""
+    """The same command is started again while the first runs; in some cases a rank of the first is killed."""
     plan = killed(stage) if stage.numbers.random() < 0.5 else Plan("", ends=False)
     plan.where = "the first ends well" if not plan.dead else "a rank of the first is killed"
     plan.again_after = stage.numbers.uniform(0.0, stage.reference.seconds)
@@ -318,7 +318,7 @@ def started_twice(stage: Stage) -> Plan:
 
 
 def launcher_killed(stage: Stage) -> Plan:
-    """SIGKILL to the launcher alone; the same command starts again while its ranks have not yet ended."""
+    """SIGKILL to the launcher alone; the same command starts again while its ranks still run."""
     return Plan("at any moment", launcher_killed_after=stage.numbers.uniform(0.0, stage.reference.seconds))
 
 
@@ -350,16 +350,16 @@ def clock_jumped(stage: Stage) -> Plan:
 
 
 def loader_killed(stage: Stage) -> Plan:
-    """SIGKILL to a process that prepares batches, as the kernel does when memory is short."""
+    """SIGKILL to a data loader process, as by the kernel's out-of-memory killer."""
     rank = stage.rank()
     trigger = stage.trigger(rank, ("a step",))
-    trigger["call"] = stage.numbers.randrange(1, STEPS - 5)  # not before it was started, nor when it has done its work
+    trigger["call"] = stage.numbers.randrange(1, STEPS - 5)  # while the loader is at work
     injection = Injection(KillLoader(), **trigger)
     return Plan(str(trigger["when"]), {rank: [injection]}, must_say="prepares batches", changes={"num_workers": 1})
 
 
 def link_cut(stage: Stage) -> Plan:
-    """The cable of a host is unplugged, for good."""
+    """The link of a host is cut, for good."""
     assert stage.hosts is not None
     rank, host = stage.rank(), stage.numbers.randrange(2)
     trigger = stage.trigger(rank, TRAINING + SAVING)
@@ -368,7 +368,7 @@ def link_cut(stage: Stage) -> Plan:
 
 
 def link_cut_for_a_moment(stage: Stage) -> Plan:
-    """The cable of a host is unplugged and, well within the time-out, plugged in again."""
+    """The link of a host is cut and, well within the time-out, restored."""
     assert stage.hosts is not None
     rank, host = stage.rank(), stage.numbers.randrange(2)
     trigger = stage.trigger(rank, TRAINING + SAVING)
@@ -377,7 +377,7 @@ def link_cut_for_a_moment(stage: Stage) -> Plan:
 
 
 def link_slow(stage: Stage) -> Plan:
-    """What a host sends is held back, so that an exchange takes a second instead of a millisecond."""
+    """The rate of a host is limited, so that an exchange takes a second instead of a millisecond."""
     assert stage.hosts is not None
     rank, host = stage.rank(), stage.numbers.randrange(2)
     trigger = stage.trigger(rank, TRAINING + SAVING)
@@ -391,7 +391,7 @@ def _flip(stage: Stage, saved: Path, iteration: int) -> Callable[[], object]:
 
 
 def _flip_file(numbers: random.Random, path: Path) -> Callable[[], object]:
-    """Flip one bit; returns what flips it back."""
+    """Flip one bit; returns a function that restores the file."""
     before = path.read_bytes()
     content = bytearray(before)
     content[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
@@ -405,12 +405,12 @@ class Kind:
 
     weight: int
     draw: Callable[[Stage], Plan]
-    nodes: int | None = None  # on hosts of its own
-    small_disk: str | None = None  # "saved" or "run" is on a file system that can be filled
+    nodes: int | None = None  # simulated hosts, one for each node
+    small_disk: str | None = None  # the folder ("saved" or "run") on a small file system
     of_framework: bool = False  # another framework trains
-    mounts: bool = False  # file systems below the run's folder
+    mounts: bool = False  # mounts file systems below the run's folder
     own_corpus: bool = False
-    exchanges_bytes: bool = False  # not for adam, whose gradients travel with DistributedDataParallel
+    exchanges_bytes: bool = False  # not for adam, whose gradients DistributedDataParallel sends
 
     @property
     def needs_root(self) -> bool:

@@ -1,6 +1,6 @@
-"""Processes that start warm: forked from one that has imported and loaded what they need, and ending as programs do.
+"""A pool of pre-warmed processes: forked from one that has imported and loaded what they need, exiting as programs do.
 
-A rank of a small run attempts for a second, of which a program started anew would spend four on imports. Unlike with
+A rank of a small run takes a second, to which a new program would add four seconds of imports. Unlike with
 multiprocessing, a process of a pool comes to an end through the interpreter's own finalization, with all that may
 hang or crash there, and its output and exit status are those that a user would see.
 """
@@ -38,13 +38,13 @@ class Order:
     environment: Mapping[str, str]
     output: Path
     errors: Path
-    namespace: str | None = None  # of the network that the process attempts in
+    namespace: str | None = None  # network namespace in which the process runs
     host_name: str | None = None
 
 
 @dataclass
 class Child:
-    """A process of a pool; ``status`` is None while it attempts, negative for the signal that killed it."""
+    """A process of a pool; ``status`` is None while it runs, negative for the signal that killed it."""
 
     pid: int
     order: Order
@@ -53,7 +53,7 @@ class Child:
     def signal(self, number: int) -> None:
         """Send a signal to it and to the processes that it started."""
         if self.status is None:
-            with suppress(ProcessLookupError):  # it has just ended by itself
+            with suppress(ProcessLookupError):  # it has just exited by itself
                 os.killpg(self.pid, number)
 
 
@@ -61,7 +61,7 @@ class ProcessPool:
     """Starts processes and waits for them; a context manager, at whose end all of them are killed.
 
     Args:
-        modules: that the processes shall find imported, beside what runs of this project need.
+        modules: imported in advance, besides those that runs of this project need.
     """
 
     def __init__(self, *modules: str) -> None:
@@ -77,7 +77,7 @@ class ProcessPool:
         assert self._connection.recv() == "ready"
 
     def start(self, order: Order) -> Child:
-        """A new process."""
+        """Start a process."""
         self._connection.send(pickle.dumps(order))
         while (answer := self._connection.recv())[0] != "started":
             self._note_end(*answer[1:])
@@ -85,7 +85,7 @@ class ProcessPool:
         return child
 
     def wait(self, children: Iterable[Child], seconds: float) -> bool:
-        """Whether all of them have ended within the time."""
+        """Whether all of them have exited within the time."""
         deadline = time.monotonic() + seconds
         while any(child.status is None for child in children):
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
@@ -107,7 +107,7 @@ class ProcessPool:
 
 
 def _serve(connection: Connection) -> Callable[[], object]:
-    """Starts what is ordered and reports what ended. Returns in the started processes only: what they are to do."""
+    """The server's loop: starts processes and reports exits. Returns in the started processes only, with their work."""
     connection.send("ready")
     living: dict[int, int] = {}  # pidfd -> pid
     while True:
@@ -144,7 +144,7 @@ def _become(order: Order) -> Callable[[], object]:
 
 
 def become(output: Path, errors: Path, environment: Mapping[str, str]) -> None:
-    """Write to these two files from now on, in this environment."""
+    """Redirect stdout and stderr to these files, and set the environment."""
     for path, descriptor in ((output, 1), (errors, 2)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(file, descriptor)

@@ -1,4 +1,4 @@
-"""Runs without faults, one per setting, that those with faults are compared with and begin from."""
+"""Reference runs without faults, one per setting, with which faulty runs are compared and from which they start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.settings import SAVED_EVERY, STEPS, Setting
 
 
 class ReferenceFailed(RuntimeError):
-    """A run failed without a fault."""
+    """A reference run failed."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Reference:
         folder: with ``saved`` and ``run``.
         digest: of its last checkpoint.
         lines: of its metrics, without times.
-        calls: of every place, by rank.
-        seconds: that it took.
+        calls: at every injection point, by rank.
+        seconds: duration.
     """
 
     folder: str
@@ -39,7 +39,7 @@ class Reference:
     seconds: float
 
     def continue_from(self, iteration: int, folder: Path) -> None:
-        """Put the checkpoints and the metrics of a run that was lost after ``iteration`` into ``folder``."""
+        """Copy into ``folder`` the checkpoints and metrics of a run that ended after ``iteration``."""
         source = Path(self.folder)
         for number in range(SAVED_EVERY, iteration + 1, SAVED_EVERY):
             shutil.copytree(iteration_folder(source / "saved", number), iteration_folder(folder / "saved", number))
@@ -50,7 +50,7 @@ class Reference:
 
 
 def reference(pool: ProcessPool, setting: Setting, corpus: Path, folder: Path) -> Reference:
-    """The run without a fault, done at the first call and remembered in ``folder``; it waits for its checkpoints."""
+    """The run without a fault, made at the first call and cached in ``folder``; its saves are synchronous."""
     setting = replace(setting, async_save=False)
     place = folder / str(setting).replace(" ", "-")
     file = place / "reference.json"

@@ -1,12 +1,12 @@
-"""A run can be taken up again after any of its steps and ends with the same bits.
+"""A run resumed after any of its steps ends bit-identical.
 
     python -m tests.faults.resume_proof --steps 200 --every 1 --optimizer zero_one_adam --precision fp32
 
-makes one run that saves after every step, and takes it up from each of these checkpoints to its end, in processes that
-stay: this proves that a checkpoint of any step holds all that matters. Then it kills runs (SIGKILL to all ranks) at
-random moments and starts them again: this proves that what a kill leaves behind is such a checkpoint. Compared are all
-tensors of the last checkpoint (parameters, x, v, m, u, errors, loss scales, random numbers of every replica), its
-counters, sums and place in the data, and all lines of metrics.
+makes one run that saves after every step, and resumes it from each of these checkpoints to its end, in the same
+processes: this proves that a checkpoint of any step is complete. Then it kills runs (SIGKILL to all ranks) at random
+moments and restarts them: this proves that a kill leaves such a checkpoint behind. Compared are all tensors of the
+last checkpoint (parameters, x, v, m, u, errors, loss scales, random numbers of every replica), its counters, sums and
+place in the data, and all lines of metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.faults.process_pool import ProcessPool
 from tests.faults.settings import MODELS, OPTIMIZERS, Setting
 from tests.integration.tiny import make_corpus, with_settings
 
-# what makes a run of 200 steps pass through all that an optimizer can be in; 16-bit gradients overflow now and then
+# so that a run of 200 steps passes through all states of an optimizer; 16-bit gradients sometimes overflow
 LIVELY: dict[str, Any] = {
     "check_replicas_interval": 0,
     "log_interval": 10,
@@ -49,7 +49,7 @@ KILLED_SAVES_EVERY = 7
 
 @dataclass(frozen=True)
 class Proof:
-    """What was tried and how much of it came out the same; ``different`` says from which step and how."""
+    """What was tried, and the resumes that were not bit-identical (``different``)."""
 
     setting: Setting
     steps: int
@@ -82,7 +82,7 @@ def prove(
     seed: int = 0,
     changes: dict[str, Any] | None = None,
 ) -> Proof:
-    """Take a run up after every ``every``-th step, and kill ``kills`` of them.
+    """Resume a run after every ``every``-th step, and kill ``kills`` runs.
 
     Args:
         folder: for everything, a few hundred megabytes with 200 steps; made if it does not exist.
@@ -128,7 +128,7 @@ def prove(
 
 
 def _take_up(config: Any, saved: Path, folder: Path, points: Sequence[int], ports: Sequence[int]) -> None:
-    """What a rank does that goes on from many checkpoints, one after the other; each run meets at a port of its own."""
+    """One rank that resumes from many checkpoints, one after the other; each run has its own rendezvous port."""
     script = BERT if isinstance(config, BertPretrainConfig) else GPT
     for point, port in zip(points, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -143,7 +143,7 @@ def _take_up(config: Any, saved: Path, folder: Path, points: Sequence[int], port
 
 
 def _free_ports(number: int) -> list[int]:
-    """Ports that nobody has, below those that the system gives to connections."""
+    """Free ports below the ephemeral range."""
     ports: list[int] = []
     with ExitStack() as sockets:
         for port in random.sample(range(12000, 32000), 4 * number):
@@ -192,6 +192,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.faults import resume_proof  # as the processes of the pool know it
+    from tests.faults import resume_proof  # so that functions pickle under the module's name
 
     resume_proof.main()

@@ -1,4 +1,4 @@
-"""The small runs that faults are put into: what is drawn, and the configuration that it stands for."""
+"""The small runs into which faults are injected: the settings drawn, and their configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.tiny import bert_config, gpt_config, with_settings
 
 STEPS = 14
 SAVED_EVERY = 5
-TIMEOUT_SECONDS = 9.0  # of collectives: a replica that hangs is given up after it
+TIMEOUT_SECONDS = 9.0  # of collectives, after which a replica that hangs is lost
 
 MODELS = ("gpt", "bert")
 OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "bin_sgdm", "adam", "quantized_adam")
@@ -21,7 +21,7 @@ PRECISIONS = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Setting:
-    """Which run: model, optimizer, precision, nodes (faked, unless hosts are given) of how many processes, saving."""
+    """Which run: model, optimizer, precision, nodes (simulated unless hosts are given), processes per node, saving."""
 
     model: str = "gpt"
     optimizer: str = "zero_one_adam"

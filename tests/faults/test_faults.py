@@ -29,7 +29,7 @@ def stopped(stage):
 
 
 def under_nccl(action, place, call, **plan):
-    """Rank 1 is lost, and what waits for it in an exchange of bytes waits for ever."""
+    """Rank 1 is lost, and payload collectives that wait for it block for ever."""
 
     def draw(stage):
         injections = {rank: [WaitWithoutEnd()] for rank in range(stage.setting.world_size)}
@@ -43,7 +43,7 @@ def over_nccl(action, place, call, **plan):
     """Rank 1 is lost, on two GPUs."""
     changes = {"distributed_backend": "nccl"}
     injections = {1: [Injection(action, place, call)]}
-    return lambda stage: Plan("", injections, changes=changes, same_bits=False, **plan)  # others than a CPU's
+    return lambda stage: Plan("", injections, changes=changes, same_bits=False, **plan)  # not those of a CPU
 
 
 def bit_on_the_wire(stage):

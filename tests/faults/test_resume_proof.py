@@ -1,4 +1,4 @@
-"""A sample of ``resume_proof``, which takes a run up after each of 200 steps."""
+"""A sample of ``resume_proof``, which resumes a run after each of 200 steps."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_a_run_taken_up_after_any_step_or_killed_ends_with_the_same_bits(pool, t
 
 @pytest.mark.slow
 def test_adam_adds_gradients_in_the_same_order_after_a_restart(pool, tmp_path):
-    """A ring over three replicas and more adds in an order that depends on the place in a bucket."""
+    """A ring all-reduce over three or more replicas sums in an order that depends on the position in a bucket."""
     proof = prove(pool, Setting(optimizer="adam", per_node=3), tmp_path, steps=5, every=2)
     assert proof.different == [] and proof.resumed == 2

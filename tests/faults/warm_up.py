@@ -1,4 +1,4 @@
-"""What ranks of small runs would otherwise import and load, each by itself."""
+"""Imports and loads in advance what each rank of a small run would otherwise import and load by itself."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def warm_up() -> None:
     yaml.safe_dump = functools.partial(yaml.dump, Dumper=yaml.CSafeDumper)  # the same in C
     # reading the versions of all packages takes longer than the rest of a small run
     run_directory._package_versions = functools.cache(run_directory._package_versions)  # type: ignore[assignment]
-    consistency.SECONDS_BETWEEN_CHECKS = 0.0  # replicas agree after every step whether to stop
-    process_groups.LOST_RANK_SECONDS = 1.0  # replicas of small runs notice a loss at about the same time
+    consistency.SECONDS_BETWEEN_CHECKS = 0.0  # preemption consensus after every step
+    process_groups.LOST_RANK_SECONDS = 1.0  # replicas of small runs notice a lost rank at about the same time
     with tempfile.TemporaryDirectory(prefix="warm-up-") as temporary, contextlib.redirect_stdout(io.StringIO()):
         corpus = Path(temporary)
         make_corpus(corpus)

@@ -1,8 +1,8 @@
-"""Many rounds of damage to what the program reads: is all of it refused in one line, or harmless?
+"""Fuzzing of the program's input files: damage is either refused with a one-line error, or harmless.
 
     python -m tests.fuzz.campaign --rounds 1000 --seed 0
 
-prints a table, and ends with status 1 if a round ended in any other way. A round that did is repeated alone by
+prints a table, and exits with status 1 if a round ended in any other way. Such a round is repeated alone by
 ``--target NAME --first NUMBER --rounds 1`` and the same seed.
 """
 

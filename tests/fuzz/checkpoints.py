@@ -1,4 +1,4 @@
-"""Damaged folders of checkpoints, read by everything that reads checkpoints."""
+"""Damaged checkpoint folders, read by all code that reads checkpoints."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TRACKERS = ["", "3", "6", "7", "-1", "99999999999999999999", "1" * 10_000, "x", 
 
 
 class Checkpoints:
-    """Two checkpoints each of one replica and of two, damaged in one place or sealed anew after an edit.
+    """Two checkpoints each of one replica and of two, damaged in one place, or edited and hashed again.
 
-    What has its old hashes is refused, or gives the bits that were saved. What was sealed anew may give anything.
+    With the old hashes it is refused, or gives the bits that were saved. With new hashes it may give anything.
     """
 
     name = "checkpoints"
@@ -105,7 +105,7 @@ class Checkpoints:
         return start[1], self._state_after(*start)
 
     def _state_after(self, place: Path, iteration: int) -> str:
-        """Hash of all that a resume leads to."""
+        """Hash of the state after a resume."""
         self._trainer.load(place, iteration)
         digest = hashlib.sha256()
         optimizer = self._trainer.optimizer
@@ -129,7 +129,7 @@ def _save(rank: int, world_size: int, corpus: Path, place: Path) -> None:
 
 
 def _damage(place: Path, numbers: random.Random, victim: Path) -> tuple[str, bool]:
-    """What was done, and whether hashes were made to fit again."""
+    """The description of the damage, and whether hashes were recomputed."""
     checkpoint = place / f"iter_{numbers.choices(SAVED, (1, 5))[0]:07d}"
     files = sorted(path for path in checkpoint.iterdir())
     what = numbers.choice(["file"] * 4 + ["metadata"] * 10 + ["sealed file"] * 2 + ["tracker"] * 2 + ["settings"])

@@ -1,4 +1,4 @@
-"""Ways in which files come to harm, by accident or by intent; every choice is drawn from given random numbers."""
+"""Ways to damage files, accidental or malicious; every choice is drawn from given random numbers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def damage_file(path: Path, others: list[Path], numbers: random.Random, victim: 
     Args:
         path: of the file.
         others: files that it may be swapped with.
-        victim: what a payload would make.
+        victim: a folder that a malicious pickle would create.
     """
     kind = numbers.choice(["bytes"] * 4 + ["missing", "folder", "pipe", "link", "link to itself", "swapped", "payload"])
     if kind == "bytes":
@@ -132,7 +132,7 @@ def edited(tree: Any, numbers: random.Random) -> Any:
 
 
 def _somewhere(tree: Any, numbers: random.Random) -> tuple[Any, Any]:
-    """A place in the tree: any with the same chance, or found by a walk, so that short branches come in too."""
+    """A place in the tree: drawn uniformly, or by a random walk, so that short branches are chosen too."""
     if numbers.random() < 0.5:
         return numbers.choice(list(_places(tree)))
     holder = tree

@@ -1,4 +1,4 @@
-"""Rounds of damage, each within bounds of time and memory, and what came of them."""
+"""Fuzzing rounds, each within limits of time and memory, and their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.fuzz.settings_files import SettingsFiles
 from tests.fuzz.token_files import TokenFiles
 
 SECONDS_PER_ROUND = 60
-MEMORY_BESIDE = 1536 * 2**20  # bytes of address space that rounds may take beside what the process has at the start
+MEMORY_BESIDE = 1536 * 2**20  # bytes of address space that rounds may use in addition to the process's own at the start
 LONGEST_MESSAGE = 2000
 
 
@@ -42,7 +42,7 @@ TARGETS: dict[str, type[Target]] = {target.name: target for target in (Checkpoin
 
 @dataclass
 class Outcome:
-    """What came of some rounds.
+    """The results of some rounds.
 
     Attributes:
         refused: rounds that ended in an error of one line, by kind of damage.

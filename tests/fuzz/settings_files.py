@@ -55,7 +55,7 @@ class SettingsFiles:
 
     @staticmethod
     def prepare(folder: Path) -> None:
-        """Nothing is needed."""
+        """No files are needed."""
 
     def __init__(self, folder: Path) -> None:
         self._settings: Settings[Any] = Settings(GPTPretrainConfig)
@@ -84,7 +84,7 @@ class SettingsFiles:
             other.write_text("optimizer: {lr: 0.1}\n")
             kind = damage_file(path, [other], numbers, victim)
             if path.is_fifo():
-                path.unlink()  # a user's own pipe is waited for
+                path.unlink()  # reading a user's named pipe would block
         messages = []
         for read in (self._as_settings, load_plain_yaml):
             try:

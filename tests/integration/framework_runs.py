@@ -23,7 +23,7 @@ from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.integrations import ShownSchedule
 
 STEPS, SAVED, ACCUMULATION, BATCH = 20, 16, 2, 4
-EPOCH = 4  # steps; a loader of Lightning begins an epoch anew where a run goes on in its middle
+EPOCH = 4  # steps; Lightning's loader restarts the epoch if a run resumes in its middle
 FP16 = "fp16" in sys.argv
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.02, warmup_steps=2, total_steps=STEPS)
 OPTIONS: dict[str, Any] = {"block_size": 32, "variance_kappa": 2, "max_grad_norm": 1.0, "weight_decay": 0.01}
@@ -42,7 +42,7 @@ def new_scaler() -> torch.amp.GradScaler | None:
 class Model(torch.nn.Module):
     """Three layers, and a record of the batches that it was trained on.
 
-    In fp16 it brings its own arithmetic, which frameworks have for GPUs alone.
+    In fp16 it does its own mixed precision, which frameworks have for GPUs only.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Data(torch.utils.data.Dataset):
 
 
 class Counted(ZeroOneAdam):
-    """Remembers what it has sent, and at which rates."""
+    """Records the bytes it has sent, and the learning rates."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -86,7 +86,7 @@ class Counted(ZeroOneAdam):
 
 
 def outcome(optimizer: Counted, model: torch.nn.Module, scaler: Any) -> dict[str, Any]:
-    """What replicas agree on, and what each of them has of its own, by replica."""
+    """Replicated results, and results by replica."""
     own = (optimizer.fingerprint(), 1.0 if scaler is None else scaler.get_scale(), optimizer.kinds)
     rows: list[Any] = [own]
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""Runs that train on while their checkpoints are written."""
+"""Runs that train while their checkpoints are written (asynchronous saves)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--auto``: a choice that all replicas share, that leaves no trace but itself, and that a resumed run keeps."""
+"""``--auto``: all replicas make the same choice, a resumed run keeps it, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOW, FAST = Link(1e-3, 1e5, 0.0), Link(0.0, 1e12, 0.0)
 
 
 def run_over(rank: int, world_size: int, config: Any, link: Link) -> tuple[str, str]:
-    """What a run says that measures this link."""
+    """The output of a run that measures this link."""
     measured = autotune.time_link
     autotune.time_link = lambda group, device: link
     try:
@@ -32,7 +32,7 @@ def run_over(rank: int, world_size: int, config: Any, link: Link) -> tuple[str, 
 
 def over(config: Any, link: Link) -> str:
     (_, output), (_, other) = run_ranks(run_over, 2, config, link, default_group=False)
-    assert "auto:" not in other  # the first replica speaks for all
+    assert "auto:" not in other  # replica 0 prints for all
     return output
 
 
@@ -53,7 +53,7 @@ def test_the_choice_suits_the_link_and_stays(corpus: Path, tmp_path: Path) -> No
     assert "auto: zero_one_adam" in over(config, SLOW)
     settings = (tmp_path / "run" / "config.yaml").read_text()
     assert "optimizer: zero_one_adam" in settings and "auto: true" in settings
-    # the same as if it had been chosen by hand
+    # bit-identical to the same choice made by hand
     chosen = with_settings(
         config, auto=False, save=str(tmp_path / "by hand"), run_dir=str(tmp_path / "by hand"), **_chosen(settings)
     )
@@ -62,7 +62,7 @@ def test_the_choice_suits_the_link_and_stays(corpus: Path, tmp_path: Path) -> No
     assert_same_state(
         *(tmp_path / folder / "iter_0000040" for folder in ("saved", "by hand")),
     )
-    # and not chosen anew by a run that goes on
+    # and not chosen again by a resumed run
     output = over(with_settings(config, train_iters=44), FAST)
     assert "auto:" not in output and "zero_one_adam" in output and "optimizer.optimizer" not in output
 
@@ -78,7 +78,7 @@ def test_a_fast_link_needs_no_compression(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_measured_is_agreed_on(corpus: Path, tmp_path: Path) -> None:
-    """The real measurement, whatever it says: replicas that chose differently would not get through a step."""
+    """With the real measurement, whatever its result: replicas that chose differently would fail in a step."""
     config = gpt_config(corpus, auto=True, train_iters=12, lr_warmup_iters=2, run_dir=str(tmp_path / "run"))
     run_together(config)
     assert "optimizer: " in (tmp_path / "run" / "config.yaml").read_text()

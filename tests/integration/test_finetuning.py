@@ -63,7 +63,7 @@ def settings(load: Path, data: Path, output: Path, **others: object) -> dict[str
 
 
 def results(output: Path) -> dict[str, dict[str, object]]:
-    """What the files of finished runs hold but the time they took."""
+    """The contents of the files of finished runs, without their times."""
     found = {}
     for path in sorted(output.glob("runs/*/*.json")):
         found[path.name + path.parent.name] = json.loads(path.read_text())
@@ -111,7 +111,7 @@ def test_a_quick_look_reads_little_and_stands_beside_nothing(
 def test_the_estimate_counts_epochs_and_what_is_evaluated(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that shows one second more each time, which is after each step."""
+    """With a clock that advances by one second at each reading, which is after each step."""
     seconds = itertools.count()
     monkeypatch.setattr("megatron01.finetune.bench.time.monotonic", lambda: float(next(seconds)))
     start = settings(checkpoint, data, tmp_path, tasks=("MNLI",), epochs=3.0, batch_sizes=(1,))
@@ -210,7 +210,7 @@ def test_a_report_needs_a_sweep(model_folder: Path, data: Path, tmp_path: Path):
 
 @pytest.mark.slow
 def test_jobs_in_processes(model_folder: Path, data: Path, tmp_path: Path):
-    """Two at a time bring what one after the other brings, and an error in one of them is told."""
+    """Two jobs in parallel give the same results as sequential ones."""
     command = [sys.executable, "-m", "megatron01", "glue", "--load", str(model_folder), "--data", str(data)]
     command += ["--tasks", "CoLA", "--batch-sizes", "2", "--learning-rates", "1e-3", "--seeds", "3", "--epochs", "1"]
     command += ["--max-length", "24", "--device", "cpu", "--output", str(tmp_path / "jobs"), "--jobs", "2"]

@@ -80,14 +80,14 @@ def test_loss_falls_and_the_exchange_is_compressed(corpus, tmp_path, make_config
     assert [line["iteration"] for line in lines] == list(range(5, 65, 5))
     assert lines[-1]["loss"] < share * lines[0]["loss"]
     evaluations = [line["eval_loss"] for line in lines if "eval_loss" in line]
-    # not below the first evaluation: so small a model has learnt most by then, and 1-bit steps make it waver
+    # not below the first evaluation: so small a model has learnt most by then, and 1-bit steps add noise
     assert len(evaluations) == 3 and evaluations[-1] < lines[0]["loss"]
     assert lines[-1]["sync_interval"] == 4 and lines[-1]["bits_per_parameter"] < 0.5 * lines[0]["bits_per_parameter"]
     assert lines[-1]["consumed_samples"] == 60 * 4
 
 
 def run_noting_kernels(rank, world_size, config):
-    """Whether torch was told to take deterministic kernels: at each forward pass, and after the run."""
+    """Whether torch was set to deterministic kernels: at each forward pass, and after the run."""
     seen = []
 
     def forward_step(module, batch):
@@ -169,7 +169,7 @@ def test_resuming_at_any_step_is_exact_to_the_bit(corpus, tmp_path, variant):
             whole,
             save=str(tmp_path / f"from{step}"),
             load=str(iteration_folder(tmp_path / "whole", step)),
-            # with a delay, a save receives what is under way before the next forward pass, not after it
+            # with a delay, a save applies the exchange in flight before the next forward pass, not after it
             save_interval=1 if "delay_synchronization" in changes else 100,
             run_dir=str(tmp_path / f"run{step}"),
         )
@@ -261,7 +261,7 @@ def spoiled(script, first, last):
 
 
 def roll_back_and_go_on(rank, world_size, config, resumed):
-    """Returns rank 0's output of a run with a spike at step 13, and the message of one that is spoiled to the end."""
+    """Returns rank 0's output of a run with a spike at step 13, and the error of one whose loss stays high."""
     output = io.StringIO()
     parts = (GPT.build_datasets, GPT.build_model)
     with contextlib.redirect_stdout(output):
@@ -292,7 +292,7 @@ def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimi
         train_iters=24,
         lr_decay_iters=24,
     )
-    # the same run, stopped at step 16 and continued: it goes on with the samples that it would have taken
+    # the same run, stopped at step 16 and resumed: it continues with the same samples
     resumed = with_settings(config, save=str(tmp_path / "saved2"), load="auto", run_dir=str(tmp_path / "run2"))
     answers = run_ranks(roll_back_and_go_on, 2, config, resumed)
     output, hopeless = answers[0]
@@ -353,7 +353,7 @@ def test_load_auto_continues_and_a_finished_run_stays_as_it_is(corpus, tmp_path)
     assert run_together(exhausted, exhausted, config, config) == [[None] * 4] * 2
     assert read_tracker(tmp_path / "saved") == 18
     saved = sorted(path.name for path in (tmp_path / "saved").glob("iter_*"))
-    assert saved == [f"iter_{number:07d}" for number in (1, 2, 6, 12, 18)]  # the first vote follows the first step
+    assert saved == [f"iter_{number:07d}" for number in (1, 2, 6, 12, 18)]  # consensus from step 1 on
     assert [line["iteration"] for line in read_lines(tmp_path / "run")] == [5, 6, 10, 12, 15, 18]
 
 
@@ -600,7 +600,7 @@ run_as_program(lambda: replace(GPT, build_datasets=build_datasets).run(sys.argv[
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_a_signal_ends_the_preparation_of_data(corpus, tmp_path, replicas):
-    """One replica builds and the other waits for it, outside of Python."""
+    """One replica builds and the other waits for it in native code."""
     config = gpt_config(
         corpus, prepare_only=replicas == 1, stopped_exit_code=75, run_dir=str(tmp_path / "run"), save=str(tmp_path)
     )

@@ -1,4 +1,4 @@
-"""benchmarks/pretrain_and_finetune.py: from a specification to the table, and what it says of what is not there."""
+"""benchmarks/pretrain_and_finetune.py: from a specification to the table, and how it reports missing results."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_no_run_goes_on_from_weights_alone(corpus, models, tmp_path):
 
 
 def start_and_compare(rank, world_size, config):
-    """A hash of what must be equal on all replicas."""
+    """The fingerprint of the replicated state."""
     functions = (GPT.build_datasets, GPT.build_model, GPT.forward_step)
     environment = LaunchEnvironment.read(os.environ)
     with initialize(environment, DistributedConfig(threads_per_replica=1)) as group:

@@ -1,4 +1,4 @@
-"""How much of the package one training step runs through: what a reader of a 1-bit step has to read."""
+"""The functions that a training step calls, which a reader of a 1-bit step has to read."""
 
 from __future__ import annotations
 

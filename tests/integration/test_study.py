@@ -1,4 +1,4 @@
-"""benchmarks/study.py: pages and pictures of the records alone, and what they say of what is not there."""
+"""benchmarks/study.py: pages and charts from the records alone, and how they report missing ones."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], float]] = {
 
 @pytest.mark.slow
 def test_every_optimizer_follows_whole_replicas_and_keeps_what_all_parts_hold_equal(corpus, tmp_path):
-    """The comparison after every step is of x and v: of each part over the replicas, of what all hold over all."""
+    """The check after every step compares x and v: shards over the replicas, replicated parameters over all ranks."""
 
     def configs(kind: str, **changes: Any) -> list[Any]:
         return [
@@ -71,12 +71,12 @@ def test_every_optimizer_follows_whole_replicas_and_keeps_what_all_parts_hold_eq
             assert other["sync_kind"] == one["sync_kind"] and other["comm_rounds"] == one["comm_rounds"], name
             assert other["consumed_samples"] == one["consumed_samples"]
         assert lines[-1]["eval_loss"] == pytest.approx(expected[-1]["eval_loss"], rel=tolerance), name
-        # about half of each replica's bytes; norms, biases and positions are sent by both parts
+        # about half of each replica's bytes; norms, biases and positions are sent by both ranks
         assert 0.5 < lines[-1]["comm_bytes"] / expected[-1]["comm_bytes"] < 0.65, name
 
 
 RESUMED = {
-    # between two synchronizations, and in the stage of bits
+    # between two synchronizations, and among 1-bit steps
     "sequence parallel bf16": (
         gpt_config,
         13,
@@ -133,7 +133,7 @@ def test_resuming_is_exact_to_the_bit(corpus, tmp_path):
 
 
 def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Master weights by parameter of an Adam run, put together."""
+    """Master weights by parameter of an Adam run, with shards put together."""
     metadata, parts = read_metadata(checkpoint), read_metadata(checkpoint).tensor_model_parallel_size
     partitions, state = partitions_for(gpt_config(checkpoint).model, metadata.parameters), stored_state(checkpoint)
     found = {}
@@ -153,7 +153,7 @@ def whole_state(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_path):
-    """1 part x 2 replicas, then 2 x 1, then 1 x 1, each time between two synchronizations."""
+    """Tensor-parallel size 1 x 2 replicas, then 2 x 1, then 1 x 1, each time between two synchronizations."""
     settings = {"global_batch_size": 12, "train_iters": 30, "micro_batch_size": 2, "eval_iters": 1}
     config = gpt_config(
         corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), **settings, **NO_DROPOUT
@@ -204,10 +204,10 @@ def test_conversion_changes_no_weight_and_reports_tell_replicas_from_their_parts
     assert run_together(whole, world_size=1) == [[None]]
     last, between = (read_lines(tmp_path / name)[-1]["bits_per_parameter"] for name in "ab")
     assert 0.6 * 32 < between < 0.75 * 32  # half of what a whole replica sent in three of four steps
-    assert last == pytest.approx(32 * 3 / 5)  # two steps of a single replica have added nothing
+    assert last == pytest.approx(32 * 3 / 5)  # the two steps of a single replica sent nothing
     states = [whole_state(iteration_folder(tmp_path / name, at)) for name, at in (("one", 3), ("two", 4), ("three", 5))]
     states.append(read_checkpoint(str(tmp_path / "two")).weights)
-    # from the weights alone, in parts, and read again from flat buffers
+    # from the weights alone, with tensor parallelism, and read again from flat buffers
     begun = with_settings(
         config,
         optimizer="zero_one_adam",

@@ -136,7 +136,7 @@ def stored_state(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_state(first: Path, second: Path, *, same_lines: bool = True) -> None:
-    """Make sure that two checkpoints hold the same bits and facts.
+    """Assert that two checkpoints are bit-identical, in tensors and metadata.
 
     Args:
         same_lines: whether the runs wrote lines of metrics at the same steps, which the watch over the loss remembers.

@@ -1,4 +1,4 @@
-"""``launch/torchrun.sh``: a run goes on by itself after a fault, and ends as one without."""
+"""``launch/torchrun.sh``: a run restarts by itself after a fault, and ends like one without."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_and_ends_with_the_same_bit
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "fired").exists()
     assert "continuing after iteration 8" in done.stdout
-    # rank 0 may have done its own, local, part of the eleventh step
+    # rank 0 may have done its local part of the eleventh step
     found = re.search(r"^resumed at iteration 8; ([23]) steps were lost; ([\d.]+) s from", done.stdout, re.MULTILINE)
     assert found is not None, done.stdout
     lines = read_lines(tmp_path / "run")

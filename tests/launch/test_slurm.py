@@ -142,14 +142,14 @@ class Job:
         self.number = number[1]
 
     def state(self) -> str:
-        """SLURM's word: PENDING, RUNNING, COMPLETED, FAILED ..."""
+        """SLURM's job state: PENDING, RUNNING, COMPLETED, FAILED ..."""
         command = ["scontrol", "show", "job", self.number]
         shown = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False).stdout
         found = re.search(r"JobState=(\w+)", shown)
         return "" if found is None else found[1]
 
     def output(self) -> str:
-        """The job's own; those of the tasks are in ``logs``."""
+        """The job's own output; the tasks' is in ``logs``."""
         path = self.run / f"slurm-{self.number}.log"
         return path.read_text() if path.exists() else ""
 
@@ -219,7 +219,7 @@ def test_a_mistake_is_not_repeated(cluster: dict[str, str], tmp_path: Path) -> N
     assert "missing.json" in job.logs() and "Traceback" not in job.logs()
 
 
-# What Apptainer does with its words and the program's, and a note of who it was and what the task was given.
+# Stands in for Apptainer: runs the program, and notes the module and the CPUs that the task was given.
 CONTAINER = """#!/bin/sh
 [ "$1 $2" = "exec --nv" ] || exit 9
 shift 3
@@ -232,7 +232,7 @@ exec "$@"
 def test_a_comparison_is_one_job_array_whose_last_job_requeues_only_itself(
     cluster: dict[str, str], tmp_path: Path
 ) -> None:
-    """The number of an array's last job is that of the array: requeued by it, all jobs would start again."""
+    """The id of an array's last job is the array's: requeuing by that id would restart all jobs."""
     make_corpus(tmp_path / "corpus")
     settings = {"train_iters": STEPS, "eval_iters": 0, "log_interval": 1, "threads_per_replica": 1}
     config = gpt_config(tmp_path / "corpus", **settings)

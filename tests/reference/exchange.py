@@ -25,7 +25,7 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 
 def mean_in_bf16(values: Arrays) -> np.ndarray:
-    """The mean of bf16 gradients as it travels and is stored."""
+    """The mean of bf16 gradients, rounded as it is sent and stored."""
     return bf16(mean_of(values))
 
 
@@ -43,7 +43,7 @@ def clipped(gradients: Arrays, max_norm: float | None, ratio: float = 1.0) -> Ar
 
 
 class Clipping:
-    """Clips by the norm of the mean gradient, or what is known of it from the steps at which the mean was taken.
+    """Clips by the norm of the mean gradient, or by an estimate from the steps at which the mean was taken.
 
     Attributes:
         ratio: |mean of g_i| / root mean square of |g_i|, a fifth of each new one and four fifths of before.
@@ -83,7 +83,7 @@ class OneBitMean:
     Every block has one server, whichever it is, so one server error per parameter is enough.
 
     Attributes:
-        margin: how far any bit was from the other one, at least, in units of the quantized element's size.
+        margin: the least distance of any element from a flipped bit, in units of the quantized element's size.
     """
 
     def __init__(self, n: int, shapes: list[tuple[int, ...]], block_size: int) -> None:
@@ -93,7 +93,7 @@ class OneBitMean:
         self.margin = np.inf
 
     def mean(self, p: int, values: Arrays, active: np.ndarray, step: int = 0) -> np.ndarray:
-        """What all replicas take for the mean of parameter ``p``; elements that are not active are 0."""
+        """The result of the exchange of parameter ``p`` on all replicas; elements that are not active are 0."""
         sent = []
         for i, value in enumerate(values):
             corrected = np.where(active, value + self.worker_error[i][p], 0.0)
@@ -165,7 +165,7 @@ class LevelMean(OneBitMean):
             level = np.minimum(np.floor(place), half - 1)
             out[block] = np.where(flat[block] >= 0, 1.0, -1.0) * scale * ((level + 0.5) / half) ** 2
             kept, rest = active.ravel()[block], largest / cell % 1.0
-            inner = np.round(place)[kept]  # the bound between two intervals that is nearest
+            inner = np.round(place)[kept]  # the nearest bound between two intervals
             apart = np.abs(place[kept] - inner)[(inner > 0) & (inner < half)]
             signs = sizes[kept & (sizes > 0)] / scale
             of_scale = min(rest, 1.0 - rest) * cell / largest

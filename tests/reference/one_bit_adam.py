@@ -60,7 +60,7 @@ class OneBitAdamReference:
         return [x.copy() for x in self.x]
 
     def delayed_weights(self, replica: int) -> Arrays:
-        """The same, where the result of the last step's exchange is not there yet."""
+        """The same, before the result of the last step's exchange is applied."""
         return self.weights(replica) if self.views is None else self.views[replica]
 
     def step(self, gradients: list[Arrays]) -> None:
@@ -114,7 +114,7 @@ class OneBitAdamReference:
         )
 
     def _look(self) -> None:
-        """Freeze v once its norm has hardly grown in a memory's time, 1 / (1 - beta2) steps; look ten times in it."""
+        """Freeze v once its norm hardly grew in its time constant, 1 / (1 - beta2) steps; checked ten times in that."""
         s, memory = self.settings, round(1 / (1 - self.settings.beta2))
         every = max(1, round(memory / 10))
         if (self.t + 1) % every:

@@ -130,7 +130,7 @@ class Reference:
                 self.u[i][p] = self.u[i][p] + sizes[p] * self.m[i][p]
         decays = s.weight_decay or (0.0,) * len(self.x)
         self.G = [G + size for G, size in zip(self.G, sizes, strict=True)]
-        if synchronize and n > 1:  # what is half new by now stands for the interval, the sum for what is before that
+        if synchronize and n > 1:  # G m for the momentum's last half-life, the sum u for the steps before
             share = max(0.0, 1.0 - math.log(0.5, s.beta1) / (t - self.previous))
             self.u = [
                 [share * u + (1 - share) * G * m for u, G, m in zip(sums, self.G, own, strict=True)]
@@ -182,5 +182,5 @@ class Reference:
         return [P * x - self._scaled(p, own[p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))]
 
     def delayed_weights(self, replica: int) -> Arrays:
-        """The same, where the result of the last step's exchange is not there yet."""
+        """The same, before the result of the last step's exchange is applied."""
         return self.weights(replica) if self.views is None else self.views[replica]
