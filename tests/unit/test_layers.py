@@ -1,4 +1,4 @@
-"""Packages import what is below them only, and nobody but the registry asks for an optimizer's name."""
+"""Packages import only lower layers, and only the registry depends on the name of an optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYERS = (
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """All nodes of a module, those for type checkers too."""
+    """All nodes of a module, imports for type checking included."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs, to arithmetic that rounds as on CPUs, and without wasting what a GPU has."""
+"""The Triton kernels compile for GPUs, round as on CPUs, and use registers and memory accesses efficiently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def kernels() -> list[dict[str, Any]]:
-    """What ``tests.compile_kernels`` says about each kernel."""
+    """Output of ``tests.compile_kernels`` for each kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.compile_kernels", *map(str, CAPABILITIES)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -48,7 +48,7 @@ def test_all_kernels_compile(kernels: list[dict[str, Any]]) -> None:
 
 
 def test_every_operation_is_rounded_to_nearest_by_itself(kernels: list[dict[str, Any]]) -> None:
-    """No product is contracted with a sum, nothing is approximated, and denormals are not flushed."""
+    """No fused multiply-add, no approximation, and no flushing of denormals."""
     exact = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")} | {
         "abs.f32",
         "neg.f32",

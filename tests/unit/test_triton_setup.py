@@ -1,4 +1,4 @@
-"""Which device tests of the GPU kernels choose; a machine with a GPU is a given one here."""
+"""The device on which tests run Triton kernels; whether there is a GPU is a parameter here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_kernels_are_interpreted_where_there_is_no_gpu(
 
 
 def test_ranks_choose_as_their_test_does() -> None:
-    """The variable is there when the server that they are forked from imports torch, and with it Triton."""
+    """The variable is set when the fork server of the ranks imports torch, and with it Triton."""
     for variable, device in run_ranks(chosen, 2, default_group=False):
         assert (variable, device) == (os.environ["TRITON_INTERPRET"], DEVICE.type)
 

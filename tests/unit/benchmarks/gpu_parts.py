@@ -1,4 +1,4 @@
-"""Parts for tests of ``python -m benchmarks.gpu`` that end in every way a part can end."""
+"""Parts for tests of ``python -m benchmarks.gpu``, with every possible outcome."""
 
 from __future__ import annotations
 

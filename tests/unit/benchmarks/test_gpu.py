@@ -1,4 +1,4 @@
-"""python -m benchmarks.gpu: how parts end, what is kept of them, and the page; tests/integration runs the parts."""
+"""python -m benchmarks.gpu: outcomes of parts, saved results, and the page; tests/integration runs the parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks/slow_network.py: times from curves, what is run and what not again, tables, DiLoCo, and a real lab."""
+"""benchmarks/slow_network.py: times from curves, no repeated runs, tables, DiLoCo, and a real lab."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
     times = load("slow_network_times")
     assert times.seconds_to(CURVE, 7.5) == 7.0
     assert times.seconds_to(CURVE, 6.0) == 13.0
-    assert times.seconds_to(CURVE, 8.5) == 5.0  # by the first evaluation at the latest
+    assert times.seconds_to(CURVE, 8.5) == 5.0  # at the latest at the first evaluation
     assert times.seconds_to(CURVE, 5.9) is None
     diverged = [CURVE[0], [20, 9.0, None, {"full": 20}], CURVE[2]]
     assert times.seconds_to(diverged, 7.0) is None
@@ -91,7 +91,7 @@ def test_crossover_lies_where_the_gain_is_one(load: Any) -> None:
 
 def test_two_diloco_replicas_take_the_outer_step_computed_by_hand(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     diloco = load("rivals.diloco")
-    others_way = torch.tensor([3.0, 1.0])  # from its common weights to its own, negated
+    others_way = torch.tensor([3.0, 1.0])  # outer gradient of the other replica: common weights minus its own
 
     def add_the_other(flat: torch.Tensor) -> None:
         flat += others_way.to(flat.dtype)
@@ -100,11 +100,11 @@ def test_two_diloco_replicas_take_the_outer_step_computed_by_hand(load: Any, mon
     monkeypatch.setattr(diloco.dist, "get_world_size", lambda: 2)
     weight = torch.nn.Parameter(torch.tensor([10.0, 20.0]))
     outer = diloco.OuterStep([weight], rate=0.5, momentum=0.5)
-    weight.data.copy_(torch.tensor([9.0, 23.0]))  # inner steps; ways 1 and -3, means with the other's 2 and -1
-    assert outer.take() == 4.0  # bf16[2]: half of it to the other, twice
+    weight.data.copy_(torch.tensor([9.0, 23.0]))  # outer gradients 1 and -3, means with the other 2 and -1
+    assert outer.take() == 4.0  # bf16[2]: half of it is sent, twice
     # buffer = mean; step = mean + 0.5 buffer = 3, -1.5
     assert weight.tolist() == [8.5, 20.75]
-    weight.data.copy_(torch.tensor([7.5, 20.75]))  # ways 1 and 0, means 2 and 0.5
+    weight.data.copy_(torch.tensor([7.5, 20.75]))  # outer gradients 1 and 0, means 2 and 0.5
     with outer.common_weights():
         assert weight.tolist() == [8.5, 20.75]
     assert weight.tolist() == [7.5, 20.75]
@@ -114,7 +114,7 @@ def test_two_diloco_replicas_take_the_outer_step_computed_by_hand(load: Any, mon
 
 
 class LabOfFormulas:
-    """In place of hosts: losses and times from the description of a run."""
+    """Lab without hosts: computes losses and times from the settings of a run."""
 
     def __init__(self) -> None:
         self.runs: list[tuple[str, str, int, float]] = []
@@ -151,7 +151,7 @@ def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp
         sweep(module, tmp_path).compete(LabOfFormulas(), "gpt2")
     tuning = LabOfFormulas()
     sweep(module, tmp_path, "--tune").tune(tuning, "gpt2")
-    # 4e-3 is best: known when both its neighbours are
+    # 4e-3 is best: known once both neighbours were tried
     tried = [2e-3, 1e-3, 4e-3, 8e-3]
     assert tuning.runs == [(name, "none", 20, rate) for name in ("ddp_bf16", "zero_one_adam") for rate in tried]
 
@@ -179,7 +179,7 @@ def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp
     # 7 at the end; 7.5 is reached at step 20, between evaluations of 2 steps
     ours = next(line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[2] == "whole, 2 seeds")
     assert ours[3] == "26.0"
-    # 5 / 1.3 at 9.8 Mbit/s, 1.25 / 1.3 at 700: 1 after 0.972 of the way
+    # gain 5 / 1.3 at 9.8 Mbit/s, 1.25 / 1.3 at 700: it is 1 after 0.972 of the way
     gains = next(line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[1] == "3.85")
     assert gains[1:] == ["3.85", "0.96", "620 Mbit/s |"]
     assert "zero_one_adam reaches 7.500 sooner than DDP, bf16 gradients: 3.85 times (goal: 8)." in text
@@ -199,7 +199,7 @@ def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(
     text = module.report(records, [0.5])
     assert text.count("## gpt2") == 1 and "40 steps, cubic" in text
     lines = [line.split(" | ") for line in text.splitlines()]
-    # without hosts it took as long as at any rate but 10mbit: what counts are the steps there
+    # the run without hosts is as fast as at any rate but 10mbit: only the steps timed there matter
     ours = [line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[2:3] == ["timed, 2 seeds"]]
     assert [line[3] for line in ours] == ["26.0", "26.0"]
     gains = next(line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[1] == "3.85")
@@ -260,7 +260,7 @@ def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
     assert found.missing("diloco_50") == [rates[2]]
     own = {"run": {**setting, "seed": 0, "rate": "none", "contestant": "one_bit_adam", "learning_rate": rates[1]}}
     found = tuning.Tuning([{**own, "curve": [[400, 9.0, 6.1, {}]]}], known, setting)
-    assert found.missing("one_bit_adam") == [rates[0]]  # the best so far is the lowest known
+    assert found.missing("one_bit_adam") == [rates[0]]  # the best so far is the lowest known rate
     known.append(line(rates[0], 6.3, frozen))
     found = tuning.Tuning([{**own, "curve": [[400, 9.0, 6.1, {}]]}], known, setting)
     assert found.missing("one_bit_adam") == [] and found.best("one_bit_adam") == rates[1]
@@ -293,7 +293,7 @@ def test_the_cap_of_a_profile_is_found(load: Any) -> None:
     lab_module, run_module = load("slow_network_lab"), load("slow_network_run")
 
     class Link:
-        """A step takes 0.1 s and 10 Mbit, 60 % of which hide behind the computation."""
+        """A step takes 0.1 s and 10 Mbit, 60 % of which overlap with the computation."""
 
         def measure(self, run: Any) -> dict[str, Any]:
             bits = load("slow_network_hosts").bits_per_second(run.rate)
@@ -361,7 +361,7 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     assert len(lines) == 4 + 3 and set(whole) == {"ddp_bf16", "zero_one_adam", "diloco_50"}
     for line in whole.values():
         assert [step for step, *_ in line["curve"]] == [4, 8]
-        # headers of messages count where messages are as small as these
+        # message headers matter where messages are this small
         assert line["formula_bytes"] <= line["payload_bytes"] <= 1.15 * line["formula_bytes"]
         assert line["frame_bytes"] > line["payload_bytes"]
     assert whole["ddp_bf16"]["formula_bytes"] == 8 * 2 * whole["ddp_bf16"]["parameters"]

@@ -80,7 +80,7 @@ def test_an_interrupted_replacement_leaves_the_older_checkpoint(tmp_path):
     (final / "file").write_text("old")
     assert existing_folder(tmp_path, 3) == final
     with pytest.raises(FileNotFoundError):
-        publish(incomplete, final)  # there is nothing to put into its place
+        publish(incomplete, final)  # there is no replacement
     assert (existing_folder(tmp_path, 3) / "file").read_text() == "old"
     incomplete.mkdir()
     publish(incomplete, final)

@@ -94,7 +94,7 @@ def test_links_to_the_files_of_a_checkpoint(elsewhere, folder, group):
     before = contents(elsewhere)
     save(folder, 20, group)
     assert read_tracker(folder) == 20
-    assert contents(elsewhere) == before  # a fork made of links does not write to its origin
+    assert contents(elsewhere) == before  # saving to a folder of links does not change the originals
 
 
 def test_retention_deletes_a_link_and_not_what_it_leads_to(elsewhere, folder, group):

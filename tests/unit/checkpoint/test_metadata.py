@@ -149,7 +149,7 @@ def test_no_file_outside_of_the_folder(tmp_path, name):
         {"parameters": {"w": 3}},
         {"world_size": 10**9},
         {"tensor_model_parallel_size": 0},
-        {"tensor_model_parallel_size": 3},  # of two processes
+        {"tensor_model_parallel_size": 3},  # with two processes
         {"tensor_model_parallel_size": "2"},
         {"replicas": ({"a": 1}, [])},
         {"replicas": None},

@@ -38,7 +38,7 @@ def test_shapes_do_not_depend_on_the_state():
         ("random.python", lambda state: state.fill_(-1)),
         ("random.python", lambda state: state.index_fill_(0, torch.tensor([624]), 10**6)),
         ("random.numpy", lambda state: state.fill_(-1)),
-        ("random.numpy", lambda state: state.index_fill_(0, torch.tensor([624]), 10**6)),  # its position
+        ("random.numpy", lambda state: state.index_fill_(0, torch.tensor([624]), 10**6)),  # the position in the state
         ("random.numpy", lambda state: state.index_fill_(0, torch.tensor([624]), -1)),
         ("random.torch", lambda state: state.fill_(255)),
     ],

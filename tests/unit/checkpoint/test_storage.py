@@ -43,7 +43,7 @@ def test_tensors_return_in_place(saved):
     read_tensors(folder, stored, tensors)
     for name, tensor in tensors.items():
         assert torch.equal(tensor, TENSORS[name]), name
-    assert tensors["transposed"].stride() == (1, 3)  # a memory layout that is not C order is filled too
+    assert tensors["transposed"].stride() == (1, 3)  # tensors whose memory layout is not C order are filled, too
 
 
 def test_fp32_is_read_as_bf16_and_bf16_as_fp32(saved):
@@ -126,7 +126,7 @@ def test_an_absurd_size_is_refused_without_memory_for_it(saved):
 
 
 def with_header(path, change):
-    """The file ``path`` with other entries in its header."""
+    """The file ``path`` with a changed header."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     entries = change(json.loads(content[8 : 8 + length]))

@@ -1,4 +1,4 @@
-"""What an earlier save has left and nobody can delete (NFS's renamed files, another user's) stops no later save."""
+"""Undeletable leftovers of an earlier save (NFS's renamed files, another user's) do not stop later saves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def group():
 
 @pytest.fixture
 def busy(monkeypatch):
-    """Files of this name cannot be deleted, and neither can the folders that hold one."""
+    """Files named .nfs0001 cannot be deleted, nor can folders that hold one."""
 
     def rmtree(path, *args, **kwargs):
         if any(name == ".nfs0001" for _, _, names in os.walk(path) for name in names):

@@ -125,7 +125,7 @@ def test_a_shared_error_is_printed_once(
 
 
 def test_a_rank_that_does_not_print_the_error_stays_until_the_other_has(tmp_path: Path) -> None:
-    # torchrun ends all ranks as soon as one has failed, here before rank 0 has come to the error
+    # torchrun ends all ranks as soon as one has failed, here before rank 0 has reached the error
     program = tmp_path / "program.py"
     program.write_text(FAILS_LATER_ON_RANK_0)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -192,7 +192,7 @@ run_as_program(main)
     ),
 )
 def test_a_rank_ends_with_its_status_while_threads_are_at_work(end: str, status: int, errors: str) -> None:
-    """Such as those of process groups, which let go of tensors after an exchange; they used to end it with SIGABRT."""
+    """Such as threads of process groups, which free tensors after a collective; the rank used to abort (SIGABRT)."""
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     program = HAS_A_BUSY_THREAD.replace("END", end)
     ended = subprocess.run(

@@ -214,7 +214,7 @@ def test_the_checkpoints_of_a_run_are_found(tmp_path: Path, monkeypatch: pytest.
     (run_dir / "config.yaml").write_text("checkpoint:\n  save: checkpoints/a\n")
     with pytest.raises(UserError, match="is the folder of a run whose checkpoints, checkpoints/a, are not there"):
         checkpoints_of_run(run_dir)
-    for place in (run_dir / "a", work / "checkpoints" / "a", tmp_path / "checkpoints" / "a"):  # the latter wins
+    for place in (run_dir / "a", work / "checkpoints" / "a", tmp_path / "checkpoints" / "a"):  # the last one wins
         (place / "iter_0000001").mkdir(parents=True)
         (place / "iter_0000001" / "config.yaml").write_text("")
         monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Buffers, layouts and active words for tests of the exchange."""
+"""Buffers, layouts and participation masks for tests of the exchange."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def layout_of(lengths: Sequence[int], block_size: int) -> BlockLayout:
 def random_buffer(
     layout: BlockLayout, seed: int, spread: float = 0.0, kinds: Sequence[str] = KINDS[:1]
 ) -> torch.Tensor:
-    """Gaussian values whose magnitude varies by 10^+-spread between blocks, which take turns in ``kinds``.
+    """Gaussian values whose magnitude varies by 10^+-spread between blocks, which cycle through ``kinds``.
 
-    Padding holds values too: nothing may depend on them.
+    Padding has random values, too: nothing may depend on them.
     """
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(layout.num_blocks, layout.block_size, generator=generator)
@@ -43,7 +43,7 @@ def random_buffer(
 
 
 def random_active(layout: BlockLayout, seed: int, share: float) -> torch.Tensor:
-    """Active words that leave out the padding, a random part of the rest, and all of some blocks."""
+    """Packed participation mask without the padding, a random part of the rest, and some whole blocks."""
     generator = torch.Generator().manual_seed(seed)
     active = unpack_mask(layout.real_elements(), layout.block_size)
     active &= torch.rand(active.shape, generator=generator) < share
@@ -54,7 +54,7 @@ def random_active(layout: BlockLayout, seed: int, share: float) -> torch.Tensor:
 def empty_payload(
     layout: BlockLayout, codec: Codec, num_rows: int, active: torch.Tensor | None = None, first: int = 0
 ) -> Packed:
-    """Room for the blocks from ``first`` to the end of the buffer."""
+    """Empty payload for the blocks from ``first`` to the end of the buffer."""
     row_blocks = -(-(layout.num_blocks - first) // num_rows)
     row_bytes = codec.format.row_bytes(row_blocks)
     rows = torch.zeros(num_rows, row_bytes, dtype=torch.uint8)
@@ -62,5 +62,5 @@ def empty_payload(
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes: tells -0.0 from 0.0."""
+    """The bytes of a tensor: distinguishes -0.0 from 0.0."""
     return tensor.contiguous().view(torch.uint8)

@@ -1,9 +1,8 @@
-"""Replicas as threads of one process, with a transport that is strict about who may touch a buffer when.
+"""Replicas as threads of one process, with a transport that checks when buffers are accessed.
 
 ``run_replicas(worker, size, *args)`` calls ``worker(transport, *args)`` once per replica and returns the values in
-order. An ``InProcessTransport`` delivers only in ``wait``, fills buffers that are being received with rubbish until
-then, and fails if a buffer was written to while it was being sent: code that passes here does not rely on a collective
-being quick.
+order. An ``InProcessTransport`` delivers only in ``wait``, fills receive buffers with garbage until then, and fails
+if a buffer is written to while it is being sent: code that passes here does not rely on a collective to finish early.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ RUBBISH = 0xA5
 
 
 class _Hub:
-    """What the replicas have sent, by the number of the collective and the rank."""
+    """The tensors that replicas have sent, by the number of the collective and the rank."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -98,7 +97,7 @@ class InProcessTransport(Transport):
 def run_replicas(worker: Callable[..., Any], size: int, *args: Any) -> list[Any]:
     """Each replica's ``worker(transport, *args)``, run at the same time in ``size`` threads.
 
-    Raises what the first replica that failed raised.
+    Raises the error of the lowest rank that failed.
     """
     hub = _Hub(size)
     with ThreadPoolExecutor(size) as pool:

@@ -73,7 +73,7 @@ def test_no_rows_at_all():
 
 
 class Mirror(Transport):
-    """A transport to itself, as if replica 1 had sent the same; ``damage`` flips a bit on the way."""
+    """A loopback transport, as if replica 1 had sent the same; ``damage`` flips a bit in transit."""
 
     damage = False
 
@@ -117,7 +117,7 @@ def test_one_read_tells_the_damage_of_all_rows_that_were_checked():
     transport.check(received.view(6, 64))
     with pytest.raises(DamagedPayload, match=r"replica 0 received from replicas \[1\]"):
         read_checked(torch.zeros(1), other, transport)
-    assert read_checked(torch.ones(1), other, transport) == [1.0]  # it has been told
+    assert read_checked(torch.ones(1), other, transport) == [1.0]  # the damage has been reported already
 
 
 def test_rows_that_are_sealed_keep_their_checksums_and_damages():

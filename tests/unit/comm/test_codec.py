@@ -1,4 +1,4 @@
-"""The codec: what its codes mean, that it is a contraction, and that every backend gives the same bits."""
+"""The codec: meaning of its codes, that it is a contraction, and that all backends are bit-identical."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def round_trip(
     active: torch.Tensor | None = None,
     key: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what the bits of value + error say, the new error)"""
+    """(decoded value + error, new error)"""
     packed = empty_payload(layout, codec, 1, active)
     new_error, decoded = value.clone(), torch.full_like(value, torch.nan)
     codec.compress(0, layout.num_blocks, new_error, error, packed, key)
@@ -75,7 +75,7 @@ def test_golden_payload(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("quantizer", ["4bit", "8bit"])
 def test_golden_payload_of_levels(backend: str, quantizer: Quantizer) -> None:
-    """Intervals [(k / h)^2, ((k + 1) / h)^2) of the largest magnitude, 16 rounded up to bf16, which has it exactly."""
+    """Intervals [(k / h)^2, ((k + 1) / h)^2) of the largest magnitude, 16, which is exact in bf16."""
     layout, codec = layout_of([32], 32), codec_of(32, quantizer, backend)
     value = torch.zeros(32)
     value[:8] = torch.tensor([16.0, -16.0, 4.0, -3.99, 0.25, -0.2499, 0.0, -0.0])
@@ -88,7 +88,7 @@ def test_golden_payload_of_levels(backend: str, quantizer: Quantizer) -> None:
     levels = [half - 1, half - 1, half // 2, half // 2 - 1, half // 8, half // 8 - 1, 0, 0]
     expected = [level + (half if v < 0 else 0) for level, v in zip(levels, value.tolist(), strict=False)]
     assert packed.rows[0, HEADER_BYTES : HEADER_BYTES + 2].view(torch.bfloat16).item() == 16.0
-    assert codes[:8] == expected  # of 4 bits, the upper half of each byte is the element 16 further: 0
+    assert codes[:8] == expected  # with 4 bits, the upper half of each byte is the code of element i + 16: 0
     sizes = [16.0 * ((level + 0.5) / half) ** 2 for level in levels]
     assert decoded[:8].tolist() == [-s if v < 0 else s for s, v in zip(sizes, value.tolist(), strict=False)]
 
@@ -111,7 +111,7 @@ def test_the_scale_of_levels_is_rounded_up(backend: str, quantizer: Quantizer) -
 def test_the_scale_is_the_mean_magnitude_over_the_active_elements(backend: str) -> None:
     layout = layout_of([5], 32)
     value = torch.zeros(32)
-    value[:6] = torch.tensor([2.0, -4.0, 6.0, 100.0, 0.0, 77.0])  # the fourth is dead, the sixth padding
+    value[:6] = torch.tensor([2.0, -4.0, 6.0, 100.0, 0.0, 77.0])  # the fourth is inactive, the sixth padding
     active = torch.tensor([0b10111], dtype=torch.int32)
     sent, error = round_trip(codec_of(32, backend=backend), layout, value, torch.zeros(32), active)
     assert sent[:5].tolist() == [3.0, -3.0, 3.0, 0.0, 3.0]
@@ -274,7 +274,7 @@ def test_one_is_always_plus_and_minus_one_always_minus(backend: str) -> None:
 
 @pytest.mark.parametrize("quantizer", ALL)
 def test_error_feedback_telescopes(quantizer: Quantizer) -> None:
-    """The sum of what was sent plus the last error is the sum of what went in: nothing is lost for good."""
+    """Error feedback: the sum of what was sent plus the last error is the sum of the inputs."""
     layout, codec = layout_of([64] * 5, 64), codec_of(64, quantizer)
     error, sent, given_in = torch.zeros(320), torch.zeros(320), torch.zeros(320)
     for step in range(50):
@@ -323,7 +323,7 @@ def test_a_part_of_a_buffer_reads_like_the_whole(quantizer: Quantizer) -> None:
 def test_levels_lose_less_than_half_an_interval(
     seed: int, spread: float, block_size: int, quantizer: Quantizer
 ) -> None:
-    """An interval from (k/h)^2 to ((k+1)/h)^2 of the scale s stands for ((k+0.5)/h)^2, at most (k + 0.75) s/h^2 off."""
+    """An interval from (k/h)^2 to ((k+1)/h)^2 of the scale s decodes to ((k+0.5)/h)^2, at most (k + 0.75) s/h^2 off."""
     layout = layout_of([block_size] * 7 + [block_size // 3], block_size)
     value, error = random_buffer(layout, seed, spread), random_buffer(layout, seed + 1, spread)
     mask = unpack_mask(layout.real_elements(), block_size)

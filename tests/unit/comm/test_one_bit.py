@@ -1,4 +1,4 @@
-"""The 1-bit all-reduce between threads: same bits everywhere, for any bucket size, and nothing lost for good."""
+"""The 1-bit all-reduce between threads: bit-identical on all ranks for any bucket size; residuals keep the rest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exchange(
     stop_on_overflow: bool = False,
     ranges: int = 3,
 ) -> tuple[Status, list[Packed], torch.Tensor]:
-    """One exchange as the optimizer runs it: most severe status, results by bucket, and the buffer to go on with."""
+    """One exchange as the optimizer runs it: most severe status, results by bucket, and the buffer to use next."""
     one_bit.begin(key)
     for bucket, (first, last) in enumerate(one_bit.buckets):
         for part in range(ranges):
@@ -73,7 +73,7 @@ def take_steps(
 
 
 def whole_server_error(layout: BlockLayout, outputs: list[dict[str, Any]]) -> torch.Tensor:
-    """All servers' errors, in the order of the buffer; each block has one server."""
+    """The errors of all servers, in the order of the buffer; each block has one server."""
     whole = torch.full((layout.num_blocks, BLOCK), torch.nan)
     for output in outputs:
         at = 0
@@ -117,7 +117,7 @@ def test_neither_buckets_nor_backend_change_a_bit(
 
 @pytest.mark.parametrize("quantizer", ["sign", "random", "4bit"])
 def test_nothing_is_lost_for_good(quantizer: Quantizer) -> None:
-    """What went in = what came out + mean of the worker errors + server errors, on active elements; 0 on others."""
+    """Inputs = outputs + mean of the worker errors + server errors, on active elements; 0 on others."""
     layout = layout_of([BLOCK] * 8 + [17], BLOCK)
     active, size, steps = random_active(layout, 3, 0.9), 3, 12
     outputs = run_replicas(
@@ -133,7 +133,7 @@ def test_nothing_is_lost_for_good(quantizer: Quantizer) -> None:
 
 
 def test_one_step_is_that_of_the_paper() -> None:
-    """Against a few lines of arithmetic without packing, chunks or buckets."""
+    """Against the paper's formulas without packing, chunks or buckets."""
     layout = layout_of([BLOCK] * 5, BLOCK)
     active = layout.real_elements()
     mask = torch.ones(5, BLOCK, dtype=torch.bool)
@@ -164,7 +164,7 @@ def test_random_draws_differ_between_replicas_and_steps() -> None:
 
 
 def send_zeros(transport: Transport, layout: BlockLayout) -> list[torch.Tensor]:
-    """The new errors of a step of zeros, which tell the draws."""
+    """The new errors after exchanging zeros, which reveal the random draws."""
     one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), quantizer="random", num_threads=1)
     codes = []
     for step in range(2):
@@ -193,7 +193,7 @@ def withdrawn(transport: InProcessTransport, layout: BlockLayout, grave: Status)
     for name, tensor in one_bit.state().items():
         assert torch.equal(bits_of(tensor), bits_of(before[name]))
 
-    # and the next exchange is as if the one called off had never been
+    # the next exchange is not affected by the one called off
     value.copy_(own_value(layout, transport.rank, 2))
     worst, packed, _ = exchange(one_bit, value, key=2, stop_on_overflow=True)
     assert worst is Status.OK
@@ -342,7 +342,7 @@ def test_an_element_that_is_taken_out_loses_its_error() -> None:
         errors = one_bit.state()
         for tensor in (decode(one_bit, packed), errors["worker_error"]):
             assert not tensor[96:128].any() and tensor[:96].all() and tensor[128:].all()
-        if transport.rank == 0:  # which serves the first two blocks
+        if transport.rank == 0:  # the server of the first two blocks
             assert not errors["server_error"][96:128].any() and errors["server_error"][:96].all()
 
     run_replicas(worker, 2)

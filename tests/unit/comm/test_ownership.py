@@ -1,4 +1,4 @@
-"""Whose blocks are whose: against sets of single blocks."""
+"""Ownership of blocks, against sets of single blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron01.comm.payload import ErrorPlace, OwnedBlocks
 
 @st.composite
 def divided(draw: st.DrawFn, total: int) -> list[OwnedBlocks]:
-    """The shares of some processes, each of which has runs of blocks here and there."""
+    """A partition of the blocks over some processes; each owns scattered runs."""
     of = draw(st.integers(1, 4))
     edges = sorted(draw(st.sets(st.integers(1, total - 1), max_size=8)) | {0, total}) if total > 1 else [0, total]
     shares: list[list[tuple[int, int]]] = [[] for _ in range(of)]

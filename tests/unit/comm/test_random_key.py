@@ -8,7 +8,7 @@ from megatron01.comm.payload import random_key
 
 
 def test_one_part_gives_the_published_first_output_of_splitmix64() -> None:
-    """Of the generator seeded with 0 and with 1234567."""
+    """For the seeds 0 and 1234567."""
     assert random_key(0) == 0xE220A8397B1DCDAF
     assert random_key(1234567) == 6457827717110365317
 

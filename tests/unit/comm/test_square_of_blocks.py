@@ -1,4 +1,4 @@
-"""The sum of squares that a node sends of its mean: of the blocks that count, and of no padding."""
+"""The sum of squares of a node's mean that it sends: over the counted blocks, without padding."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron01.comm.payload import square_of_blocks
 @pytest.mark.parametrize("masked", [False, True])
 def test_it_is_that_of_the_blocks_that_count(dtype: torch.dtype, num_blocks: int, masked: bool) -> None:
     generator = torch.Generator().manual_seed(num_blocks)
-    wide = torch.randn(3, 4 * 16 + 5, generator=generator).to(dtype)  # rows with something beside their blocks
+    wide = torch.randn(3, 4 * 16 + 5, generator=generator).to(dtype)  # rows with extra columns
     values = wide[:, : 4 * 16].unflatten(-1, (4, 16))
     rows = values.double().reshape(12, 16)
     counted = torch.arange(num_blocks) % 3 != 1 if masked else None
     kept = rows[:num_blocks] if counted is None else rows[:num_blocks][counted]
-    values[num_blocks // 4 + 1 :] = math.nan  # padding may hold anything
+    values[num_blocks // 4 + 1 :] = math.nan  # padding may hold any values
     if num_blocks % 4:
         values[num_blocks // 4, num_blocks % 4 :] = math.nan
     elif num_blocks < 12:

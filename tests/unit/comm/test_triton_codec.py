@@ -1,4 +1,4 @@
-"""The Triton codec gives the bits of the reference: in the interpreter on CPUs, or on a GPU where there is one."""
+"""The Triton codec is bit-identical to the reference: in the interpreter on CPUs, or on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron01.comm.kernels.gpu import TritonCodec  # noqa: E402
 
 pytestmark = [
     pytest.mark.triton,
-    # of NumPy, in the interpreter
+    # raised by NumPy in the interpreter
     pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning:triton"),
 ]
 
@@ -50,7 +50,7 @@ def all_phases(
     cut: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """All that a codec writes: compressing a bucket in two ranges, decoding a part of it, reducing a row."""
+    """All outputs of a codec: compressing a bucket in two ranges, decoding a part of it, reducing a row."""
     layout = layout_of(lengths, block_size)
     value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
     value, error = value.to(dtype).to(device), error.to(dtype)
@@ -75,7 +75,7 @@ def all_phases(
 def whole_rows(
     kernels: RowKernels, device: torch.device, values: torch.Tensor, num_rows: int, length: int, wire: torch.dtype
 ) -> list[torch.Tensor]:
-    """All that is done to whole rows of ``length`` elements: two kinds are finished, averaged and read, one damaged."""
+    """Operations on whole rows of ``length`` elements: two kinds are finished, averaged and read, one damaged."""
     values, status = values.to(device), torch.full((), 1.0, device=device)
     filled = torch.full((num_rows, HEADER_BYTES + length * wire.itemsize), 77, dtype=torch.uint8, device=device)
     other = torch.zeros(num_rows, HEADER_BYTES + 2 * length + 4, dtype=torch.uint8, device=device)
@@ -250,7 +250,7 @@ def test_a_scale_that_vanishes_keeps_its_sign() -> None:
 
 
 def test_a_value_that_equals_its_draw_is_minus_one() -> None:
-    """So that 0, which is in the middle of the draws, is +1 and -1 equally often."""
+    """So that 0, the middle of the range of draws, becomes +1 and -1 equally often."""
     layout, codec = layout_of([64] * 2, 64), TritonCodec(64, "random", DEVICE)
     packed = empty_payload(layout, codec, 1)
     packed = replace(packed, rows=packed.rows.to(DEVICE), active=packed.active.to(DEVICE))

@@ -1,4 +1,4 @@
-"""Which backend a device gets, and what is said where Triton is missing; none of this needs Triton."""
+"""Which backend a device gets, and the message where Triton is missing; Triton is not needed here."""
 
 from __future__ import annotations
 

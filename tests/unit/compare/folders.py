@@ -1,4 +1,4 @@
-"""Run folders for tests of comparisons, made of formulas."""
+"""Synthetic run folders for tests of comparisons."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BITS = {"adam": 48.0, "one_bit_adam": 8.0, "zero_one_adam": 2.0}
 
 
 def line(iteration: int, **changes: Any) -> dict[str, Any]:
-    """A line of metrics of a run that learns; 8 sequences a step."""
+    """One line of metrics of a converging run; 8 sequences a step."""
     values = {
         "iteration": iteration,
         "consumed_samples": 8 * iteration,
@@ -30,7 +30,7 @@ def line(iteration: int, **changes: Any) -> dict[str, Any]:
 
 
 def settings(**changes: Any) -> dict[str, dict[str, Any]]:
-    """What config.yaml holds, as far as it is compared; keys are ``section__name``."""
+    """The compared part of config.yaml; keys are ``section__name``."""
     values: dict[str, dict[str, Any]] = {
         "model": {"num_layers": 2, "hidden_size": 64},
         "data": {"data_path": ["text"], "seq_length": 32, "tokenizer_type": "GPT2BPETokenizer"},
@@ -62,7 +62,7 @@ def lines(
 
 
 def write_run(folder: Path, content: list[dict[str, Any]] | str, *, world_size: int = REPLICAS, **changes: Any) -> Path:
-    """A run folder with these lines (or this text) as metrics.jsonl; ``changes`` are those of ``settings``."""
+    """A run folder with these lines (or this text) as metrics.jsonl; ``changes`` are passed to ``settings``."""
     folder.mkdir(parents=True, exist_ok=True)
     text = content if isinstance(content, str) else "".join(json.dumps(line) + "\n" for line in content)
     (folder / "metrics.jsonl").write_text(text)

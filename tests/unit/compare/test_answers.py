@@ -1,4 +1,4 @@
-"""The sentences: right where something can be told, and silent where it cannot."""
+"""The sentences of a comparison: correct if the runs allow a conclusion, absent if not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lines = list[dict[str, Any]]
 
 
 class Family:
-    """Run folders that grow one by one, and what is said of them."""
+    """Run folders, added one by one, and the sentences about them."""
 
     def __init__(self, root: Path) -> None:
         self.folders: list[Path] = []
@@ -89,7 +89,7 @@ def test_seeds_that_do_not_tell_it(family: Family) -> None:
 
 def test_the_same_seeds_are_compared_in_pairs(family: Family) -> None:
     family.seeds("adam", spread=0.1, first=0)
-    family.seeds("sgdm", spread=0.11, worse=0.05, first=0)  # less than seeds spread, and above Adam with each of them
+    family.seeds("sgdm", spread=0.11, worse=0.05, first=0)  # less than the spread of seeds, above Adam with each seed
     said = family.say()
     assert "Adam ended lowest" in said and "ended 0.0600 ± 0.0058 higher (± standard error)" in said
 
@@ -176,7 +176,7 @@ def test_a_target_that_some_reach_and_some_do_not(family: Family) -> None:
 def test_below_the_target_where_it_was_first_measured(family: Family) -> None:
     family.add("adam", [line(step, eval_loss=loss) for step, loss in ((50, 2.0), (100, 1.5), (150, 1.4))])
     family.add("sgdm", [line(step, eval_loss=loss) for step, loss in ((10, 3.0), (20, 2.4), (150, 1.6))])
-    # Adam may have been there long before its first evaluation, SGD with momentum comes to it at 18
+    # Adam may have reached it long before its first evaluation; SGD with momentum reaches it at step 18
     assert "cannot be told: SGD with momentum after 9.2 s and Adam after at most 25.0 s." in family.say(target=2.5)
 
 

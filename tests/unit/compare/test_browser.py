@@ -1,4 +1,4 @@
-"""The page in a real browser, where one is installed: it fits a phone, keeps to the theme, and its switches work."""
+"""The page in a real browser, if one is installed: it fits a phone, follows the theme, and its switches work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.compare.test_page import page_of
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
-# The page stands in a frame of the wanted width; what is measured of it becomes the text of the outer page.
+# The page is loaded into a frame of the wanted width; the measurements become the text of the outer page.
 HARNESS = """<!doctype html><title>x</title><body style="margin:0"><iframe id="frame" srcdoc="{page}"
 style="border:0;width:{width}px;height:800px"></iframe><pre id="found"></pre><script>
 document.getElementById("frame").onload = event => {{
@@ -80,10 +80,10 @@ def test_the_page_in_a_browser(
     assert found["charts"] == page.count("<figure>") and found["narrowest"] >= 280 and found["text"] >= 10
     assert found["ground"] == f"rgb{ground}"
     assert found["lines"] > 0 and found["linesWhenOff"] == 0 and found["tableRows"] > 5
-    # four optimizers stand beside each other in each table, and the answers above all
+    # each table has the four optimizers side by side, and the answers come first
     assert found["table"] <= 0 and found["columns"] > 50
     assert found["order"] == sorted(found["order"]) and found["order"][0] < 200
-    # a legend stands at its chart, and turns a group off as well
+    # each legend is next to its chart, and also turns a group off
     assert len(found["legends"]) > 8 and all(0 <= gap < 20 for gap in found["legends"])
     assert found["struck"] == "line-through"
 

@@ -1,4 +1,4 @@
-"""Pictures: the same numbers make the same file, and text is taken as it is."""
+"""Charts: the same numbers make the same file, and text is escaped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_vector_files_do_not_change_without_a_reason(tmp_path: Path) -> None:
         charts.save([LINES, BARS], tmp_path / name, title="A & B")
     text = (tmp_path / "a.svg").read_text()
     assert text == (tmp_path / "b.svg").read_text()
-    assert "&lt;b&gt;" in text and "A &amp; B" in text  # text that can be searched, and is no markup
+    assert "&lt;b&gt;" in text and "A &amp; B" in text  # searchable text, not markup
 
 
 def test_intervals_have_a_scale_of_doublings(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``megatron01 compare`` from its command line to what it prints and writes."""
+"""``megatron01 compare``: command line, printed output and files."""
 
 from __future__ import annotations
 

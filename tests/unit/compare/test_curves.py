@@ -1,4 +1,4 @@
-"""Smoothing, means over seeds, and where a loss is reached."""
+"""Smoothing, means over seeds, and when a loss is reached."""
 
 from __future__ import annotations
 

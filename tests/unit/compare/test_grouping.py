@@ -1,4 +1,4 @@
-"""Which runs stand together, and what they are called."""
+"""How runs are grouped and named."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_cannot_be_compared_has_its_own_section(tmp_path: Path) -> None:
 
 
 def marks(root: Path, optimizer: str, **changes: Any) -> tuple[str, ...]:
-    """Of one run, each of whose lines has these ``changes``; those in capitals are settings."""
+    """The marks of a run: lower-case ``changes`` go into each of its lines, those in capitals are settings."""
     settings = {key.lower(): value for key, value in changes.items() if key.isupper()}
     own = {key: value for key, value in changes.items() if not key.isupper()}
     content = [one | own for one in lines(optimizer=optimizer)]
@@ -79,7 +79,7 @@ def test_what_changes_nothing_does_not_split(tmp_path: Path) -> None:
         write_run(tmp_path / "two", lines(), logging__run_dir="b", data__num_workers=2, model__torch_compile=False),
     ]
     (section,) = sections([read_run(folder) for folder in folders])
-    assert len(section.groups) == 2  # compiled or not, the losses compare; the times are another matter
+    assert len(section.groups) == 2  # losses of compiled and uncompiled runs are comparable, times are not
 
 
 def test_the_learning_rate_is_named_only_where_it_must_be(tmp_path: Path) -> None:

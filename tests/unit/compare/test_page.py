@@ -1,4 +1,4 @@
-"""The page: whole without anything else, readable without seeing it, and no text of a run becomes markup."""
+"""The page: self-contained, accessible, and with all text of runs escaped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOSTILE = "<script>alert('x')</script>\"&"
 
 
 class Checker(HTMLParser):
-    """Collects elements, and fails where they are not closed in their order."""
+    """Collects elements, and fails if they are not closed in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_the_page_is_whole_and_accessible(tmp_path: Path) -> None:
         for name in (attributes.get("aria-labelledby") or "").split():
             assert name in ids
     assert by_tag["html"][0]["lang"] == "en" and "num_layers 9 in place of 2" in text and "a note" in text
-    # one switch for each group of each section, which the style knows
+    # one switch for each group of each section, each with a CSS rule
     switches = [attributes["id"] for attributes in by_tag["input"]]
     assert switches == ["s0t0", "s0t1", "s0t2", "s0t3", "s1t0"]
     assert all(f"#{switch}:not(:checked)" in text for switch in switches)
@@ -157,7 +157,7 @@ def test_gaps_and_constant_losses_are_drawn(tmp_path: Path) -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of two colours' luminance after WCAG 2: from 1 to 21.
+    """Contrast ratio of two colours by WCAG 2: from 1 to 21.
 
     Args:
         one, other: ``#rrggbb``.
@@ -192,7 +192,7 @@ TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 
 
 
 def lab(color: str, sight: np.ndarray) -> np.ndarray:
-    """CIELAB of what somebody sees."""
+    """CIELAB of a colour as seen with this ``sight``."""
     value = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
     linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
     root = np.cbrt(TO_XYZ @ np.clip(sight @ linear, 0, 1) / [0.9505, 1.0, 1.089])

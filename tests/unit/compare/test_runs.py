@@ -1,4 +1,4 @@
-"""Reading run folders, those included that are damaged."""
+"""Reading run folders, damaged ones included."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_slow_first_interval_counts_as_those_after_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("first", "rounds", "sent"),
-    [(0.9, 5, 1), (6.5, 5, 20), (6.5, 100, 1)],  # hardly slower; much more was sent; in many more exchanges
+    [(0.9, 5, 1), (6.5, 5, 20), (6.5, 100, 1)],  # hardly slower; much more was sent; many more exchanges
 )
 def test_what_is_slow_for_another_reason_is_no_warm_up(tmp_path: Path, first: float, rounds: int, sent: int) -> None:
     content = [{key: value for key, value in one.items() if not key.endswith("_total")} for one in lines()]
@@ -67,7 +67,7 @@ def test_what_is_slow_for_another_reason_is_no_warm_up(tmp_path: Path, first: fl
 def test_a_slow_first_interval_after_a_restart_counts_as_those_after_it(tmp_path: Path) -> None:
     content = lines()
     content[0]["step_seconds"] = content[8]["step_seconds"] = content[12]["step_seconds"] = 6.5
-    content[8]["lost_steps"] = 3  # the others are a start, and something else that took time
+    content[8]["lost_steps"] = 3  # the others are a start, and a step that was slow for another reason
     run = read_run(write_run(tmp_path / "run", content))
     assert [one.line for one in run.warm_ups] == [0, 8]
     assert run.recorded_seconds[-1] == pytest.approx(50 + 3 * 30) and run.seconds[-1] == pytest.approx(50 + 30)

@@ -1,4 +1,4 @@
-"""The numbers of a comparison, against ones worked out by hand."""
+"""The numbers of a comparison, against ones computed by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def family(root: Path) -> Section:
 
 
 def by_name(summary: Summary) -> dict[str, list[str]]:
-    """Quantity -> its cells, a group after the other."""
+    """Quantity -> its cells, one per group."""
     return {name: cells for name, *cells in table(summary)}
 
 
@@ -29,12 +29,12 @@ def test_gap_speed_up_and_volume(tmp_path: Path) -> None:
     assert summary.baseline == 0 and summary.target_kind == "held-out"
     assert one_bit.gap.value == pytest.approx(0.29) and zero.gap.value == pytest.approx(0.09) and adam.gap is None
     assert adam.held_out_loss.spread == pytest.approx(0.02 / 2**0.5)
-    # the loss that all reach is where the worst ends
+    # the target, which all groups reach, is the final loss of the worst
     assert summary.target == pytest.approx(one_bit.held_out_loss.mean) and one_bit.steps_to_target == pytest.approx(100)
     assert one_bit.seconds_to_target == pytest.approx(50) and one_bit.bytes_to_target == pytest.approx(100_000)
     assert adam.seconds_to_target is not None and adam.seconds_to_target == pytest.approx(adam.steps_to_target * 0.5)
     assert one_bit.speed_up == pytest.approx(adam.seconds_to_target / 50)
-    # 0/1 Adam takes more steps to it, of which each takes less time
+    # 0/1 Adam needs more steps to the target, but less time per step
     assert zero.steps_to_target > adam.steps_to_target and zero.speed_up > every.speed_up > 1
     assert [(reference.name, reference.bits, reference.is_measured) for reference in summary.references] == [
         ("Adam", 48, True),
@@ -43,7 +43,7 @@ def test_gap_speed_up_and_volume(tmp_path: Path) -> None:
     cells = by_name(summary)
     assert cells["volume vs Adam"] == ["1.000", "0.167", "0.042", "0.042"]
     assert cells["volume vs 1-bit Adam"] == ["6.000", "1.000", "0.250", "0.250"]
-    # of two means, of which the one run is taken to spread as the two of Adam do: 0.0141 x sqrt(1 + 1/2)
+    # standard error of the difference; the single run is taken to spread like Adam's two: 0.0141 x sqrt(1 + 1/2)
     assert cells["gap"][:2] == ["baseline", "+0.2900 ± 0.0173"] and "compute" not in cells
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_diverged_has_no_loss(tmp_path: Path) -> None:
     cells = by_name(summary)
     assert cells["train loss"][1] == cells["held-out loss"][1] == "diverged"
     assert summary.rows[1].gap is None and summary.rows[1].steps_to_target is None
-    # what it reached before does not count, neither for itself nor as the loss that all reach
+    # its earlier losses count neither for itself nor for the common target
     assert summary.target == summary.rows[0].held_out_loss.mean
 
 
@@ -116,7 +116,7 @@ def test_which_losses_make_the_target(tmp_path: Path) -> None:
         for name, content in (("adam", lines()), ("sgdm", nothing), ("bin_sgdm", once))
     ]
     kinds = [summarize(sections(runs[:count])[0].groups).target_kind for count in (1, 2, 3)]
-    assert kinds == ["held-out", "held-out", "training"]  # a run without losses has no say, one evaluation is no curve
+    assert kinds == ["held-out", "held-out", "training"]  # a run without losses is ignored; one evaluation is no curve
 
 
 def test_rates_are_of_each_run_by_itself(tmp_path: Path) -> None:

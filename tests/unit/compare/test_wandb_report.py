@@ -1,4 +1,4 @@
-"""The comparison at wandb: offline folders from runs that were logged there and from those that were not."""
+"""The comparison on wandb: offline folders from runs that were logged there and from those that were not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
-    monkeypatch.setenv("HOME", str(tmp_path))  # no key of whoever runs this
+    monkeypatch.setenv("HOME", str(tmp_path))  # hides the API key of the user who runs this
 
 
 def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (there / "wandb").exists() and not (new / "wandb").exists()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the library's own making
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by wandb itself
 def test_the_report_has_a_set_of_runs_for_each_group(tmp_path: Path) -> None:
     config = CompareConfig(wandb=True, wandb_entity="team", title="A title")
     runs = [read_run(folder) for folder in write_family(tmp_path)]

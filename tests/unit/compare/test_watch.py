@@ -1,4 +1,4 @@
-"""Following a run: its file while it changes, what is shown of it, and the command on a pipe and on a terminal."""
+"""Following a run: reading its file while it grows, what is displayed, and the command on a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def test_a_new_run_in_the_same_folder(tmp_path: Path) -> None:
     follower = Follower(path)
     follower.poll()
     path.rename(tmp_path / "metrics-1.jsonl")
-    assert follower.poll() == [] and len(follower.lines) == 3  # until there is another
+    assert follower.poll() == [] and len(follower.lines) == 3  # until a new file exists
     path.write_text(text_of(1, loss=4.0))
     assert iterations(follower.poll()) == [1] and iterations(follower.lines) == [1]
-    path.write_text("")  # the same file, cut
+    path.write_text("")  # the same file, truncated
     follower.poll()
     assert follower.lines == []
 
@@ -152,7 +152,7 @@ def test_lines_on_a_pipe_until_the_run_ends(tmp_path: Path, capsys: pytest.Captu
 
 
 def on_a_terminal(folder: Path, act: Callable[[int, subprocess.Popen[bytes]], None]) -> tuple[int, str]:
-    """Exit status and output of a watch on a pseudo-terminal, on which ``act`` is done once the run is drawn."""
+    """Exit status and output of a watch on a pseudo-terminal; ``act`` is called once the run is drawn."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     process = subprocess.Popen(
@@ -166,7 +166,7 @@ def on_a_terminal(folder: Path, act: Callable[[int, subprocess.Popen[bytes]], No
         if select.select([ours], [], [], 0.2)[0]:
             try:
                 output += os.read(ours, 65536)
-            except OSError:  # the other side is closed
+            except OSError:  # the other end is closed
                 break
         if not has_acted and b"q or Ctrl-C" in output:
             act(ours, process)

@@ -1,4 +1,4 @@
-"""NVIDIA's apex where it is there, the unrelated package of its name, and neither. What stands in for apex is torch."""
+"""NVIDIA's apex (mocked with torch), an unrelated package of the same name, and neither."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = GPTModelConfig(
 
 
 class FusedAdam(torch.optim.AdamW):
-    """What apex's does, as far as it shows: it counts the steps of a group, and has moments only in a state."""
+    """Mock of apex's: it counts the steps of a param group, and keeps only the moments in the state."""
 
     def __init__(self, params, *, adam_w_mode, bias_correction, set_grad_none, **settings):
         assert adam_w_mode and bias_correction and not set_grad_none
@@ -56,7 +56,7 @@ def put(monkeypatch, name: str, **contents) -> None:
 
 @pytest.fixture
 def nvidia(monkeypatch):
-    """NVIDIA's apex on a machine with a GPU."""
+    """Mock of NVIDIA's apex on a machine with a GPU."""
     put(monkeypatch, "apex")
     put(monkeypatch, "apex.normalization")
     put(monkeypatch, "apex.optimizers", FusedAdam=FusedAdam)
@@ -67,7 +67,7 @@ def nvidia(monkeypatch):
 
 @pytest.fixture
 def unrelated(monkeypatch, tmp_path):
-    """A package on the path that is called apex and needs what is not installed."""
+    """An unrelated package on the path that is called apex and imports one that is not installed."""
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("import pyramid_of_the_unrelated_package\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,4 +1,4 @@
-"""The translated policies against DeepSpeed's own rule, restated here from its release 0.19.6."""
+"""The translated policies against DeepSpeed's own rule, reimplemented here from its release 0.19.6."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rule:
     """DeepSpeed's ZeroOneAdam, step by step; steps are counted from 0, its own counter from 1.
 
     The first step only sets up buffers. While the second moment is not frozen, every step exchanges gradients: in full
-    at multiples of ``var_interval``, else in bits.
+    at multiples of ``var_interval``, else in 1 bit.
     """
 
     refreshes: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ def test_intervals_are_deepspeeds_and_synchronizations_at_most_an_interval_apart
     rule = deepspeed_rule(freeze_step, kappa, scaler, clipper, steps)
     policy, _ = translated(freeze_step, kappa, scaler, clipper, steps)
     assert [policy.interval(step) for step in range(steps)] == rule.intervals
-    ours = {step for step in range(1, steps - 1) if policy.synchronizes(step)}  # its first and our last are special
+    ours = {step for step in range(1, steps - 1) if policy.synchronizes(step)}  # the first and the last are special
     theirs = {step for step in rule.synchronizations if step < steps - 1}
     assert abs(len(ours) - len(theirs)) <= len(set(rule.intervals))
     for steps_of_one, steps_of_other in ((ours, theirs), (theirs, ours)):
@@ -109,7 +109,7 @@ def test_the_second_moment_is_refreshed_as_often_as_deepspeeds_and_as_long(
 def test_the_rule_restated_gives_the_steps_that_were_measured_on_deepspeed() -> None:
     rule = deepspeed_rule(freeze_step=40, kappa=4, scaler=10, clipper=4, steps=64)
     assert [step + 1 for step in rule.refreshes] == [2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40]
-    assert (rule.intervals.index(2) + 1, rule.intervals.index(4) + 1) == (52, 62)  # after its steps 51 and 61
+    assert (rule.intervals.index(2) + 1, rule.intervals.index(4) + 1) == (52, 62)  # after DeepSpeed's steps 51 and 61
 
 
 def test_with_a_scaler_of_1_the_refresh_at_the_freeze_step_is_kept() -> None:

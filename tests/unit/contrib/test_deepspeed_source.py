@@ -48,8 +48,8 @@ def read(*argv: str, **options: Any) -> GPTPretrainConfig:
 
 def test_defaults_deepspeeds_defaults_yaml_json_flags(files: list[str]) -> None:
     config = read(*files, "--adam-beta1", "0.7", "--clip-grad", "0.1")
-    assert config.model.num_layers == 3  # YAML over our default
-    assert config.optimizer.variance_freeze_step == 100001  # DeepSpeed's default over ours
+    assert config.model.num_layers == 3  # YAML over the project's default
+    assert config.optimizer.variance_freeze_step == 100001  # DeepSpeed's default over the project's
     assert config.optimizer.weight_decay == 0.3  # YAML over DeepSpeed's default
     assert config.optimizer.lr == 2e-4  # JSON over YAML
     assert (config.optimizer.adam_beta1, config.optimizer.adam_beta2) == (0.7, 0.9)  # flag over JSON

@@ -17,7 +17,7 @@ def translated(content: dict[str, Any], replicas: int = 8, **sources: Any) -> Tr
 
 
 def values(content: dict[str, Any], **sources: Any) -> dict[str, Any]:
-    """Our values by name, without the section."""
+    """Translated settings by name, without the section."""
     return {key.split(".")[1]: value for key, value in translated(content, **sources).values.items()}
 
 
@@ -41,7 +41,7 @@ def scheduler(kind: str, **parameters: Any) -> dict[str, Any]:
     return {"scheduler": {"type": kind, "params": parameters}}
 
 
-BERT_ZERO_ONE = {  # as DeepSpeed's example for BERT at 128 tokens
+BERT_ZERO_ONE = {  # DeepSpeed's example for BERT at 128 tokens
     "train_batch_size": 4096,
     "train_micro_batch_size_per_gpu": 16,
     "steps_per_print": 100,
@@ -156,12 +156,12 @@ def test_deepspeeds_defaults_hold_for_the_optimizer_that_it_chooses() -> None:
 
 @pytest.mark.parametrize("kind", ["ZeroOneAdam", "OneBitAdam"])
 def test_the_table_shows_that_there_is_no_bound_on_steps(kind: str) -> None:
-    """A setting that is turned off is one that has changed."""
+    """A setting that is turned off counts as changed."""
     assert "step_bound 0" in row(translated(optimizer(kind)), "optimizer.type").here
     kept = translated(optimizer(kind), from_files={"optimizer.step_bound": 2.0})
     assert "step_bound" not in row(kept, "optimizer.type").here
     scale = row(translated({"fp16": {"enabled": True, "loss_scale": 0}}), "fp16.loss_scale")
-    assert scale.here == ""  # dynamic, as it is anyway
+    assert scale.here == ""  # dynamic, which is the default
 
 
 def test_config_files_win_over_deepspeeds_defaults_and_lose_against_what_the_file_says() -> None:

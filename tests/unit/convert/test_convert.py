@@ -33,7 +33,7 @@ def test_there_and_back(gpt_checkpoint, tmp_path, capsys):
     for name, tensor in again.weights.items():
         rows = slice(0, 257 if "word" in name else None)
         assert torch.equal(tensor[rows], original.weights[name][rows])
-    assert str(back) in again.tokenizer.vocab_file  # not the folder in which it was written first
+    assert str(back) in again.tokenizer.vocab_file  # not the folder to which it was exported first
 
 
 def test_one_iteration_of_many(gpt_checkpoint, tmp_path, capsys):
@@ -57,7 +57,7 @@ def test_a_link_to_a_folder_is_followed(gpt_checkpoint, tmp_path, capsys, is_the
 
 def test_what_is_there_is_replaced_only_if_asked(gpt_checkpoint, bert_checkpoint, tmp_path, capsys):
     target = tmp_path / "target"
-    target.mkdir()  # an empty folder is no obstacle
+    target.mkdir()  # an empty folder may be written to
     assert run(capsys, "--load", gpt_checkpoint, "--save", target)[0] == 0
     before = sorted(path.name for path in target.iterdir())
     status, _, errors = run(capsys, "--load", bert_checkpoint, "--save", target)

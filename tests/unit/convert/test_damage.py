@@ -1,4 +1,4 @@
-"""Files of any content are read or refused with a UserError: nothing else happens."""
+"""Files with any content are either read or refused with a UserError."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.convert.test_megatron import write
 
 @pytest.fixture(scope="module")
 def folders(gpt_checkpoint, tmp_path_factory):
-    """The same model in three forms."""
+    """The same model in three formats."""
     model = read_checkpoint(str(gpt_checkpoint))
     folder = tmp_path_factory.mktemp("whole")
     (folder / "hf").mkdir()
@@ -38,7 +38,7 @@ def test_damage(folders, tmp_path, form, data):
     files = sorted(path for path in damaged.rglob("*") if path.is_file())
     file = data.draw(st.sampled_from(files))
     content = bytearray(file.read_bytes())
-    # tables of contents stand at the beginnings or ends of files
+    # headers and indices are at the beginning or end of files
     position = data.draw(st.one_of(st.integers(0, 400), st.integers(-400, -1), st.integers(0, len(content))))
     position = max(0, min(position % (len(content) + 1), len(content)))
     removed, added = data.draw(st.sampled_from([0, 1, 8, len(content)])), data.draw(st.binary(max_size=8))

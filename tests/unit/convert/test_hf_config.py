@@ -28,7 +28,7 @@ def test_round_trip(config):
 
 @pytest.mark.parametrize("theirs", [GPT2Config(), BertConfig(), MegatronBertConfig()])
 def test_what_a_file_leaves_out_has_transformers_default(theirs):
-    """A file that says nothing but its type and size is the model that transformers makes of it."""
+    """A config of only model type and vocabulary size gives the model that transformers makes of it."""
     sparse = {"model_type": theirs.model_type, "vocab_size": theirs.vocab_size}
     assert from_hf_config(sparse, "f") == from_hf_config(theirs.to_dict(), "f")
 
@@ -67,7 +67,7 @@ def test_what_is_not_here_is_refused_by_name(kind, name, value):
         from_hf_config(entries, "config.json")
 
 
-GPT2_OF_2019 = {  # as OpenAI's weights were first published for transformers
+GPT2_OF_2019 = {  # as first published for transformers, with OpenAI's weights
     "initializer_range": 0.02,
     "layer_norm_epsilon": 1e-05,
     "n_ctx": 1024,
@@ -77,7 +77,7 @@ GPT2_OF_2019 = {  # as OpenAI's weights were first published for transformers
     "n_positions": 1024,
     "vocab_size": 50257,
 }
-BERT_OF_2019 = {  # as Google's
+BERT_OF_2019 = {  # likewise, with Google's weights
     "attention_probs_dropout_prob": 0.1,
     "hidden_act": "gelu",
     "hidden_dropout_prob": 0.1,

@@ -1,4 +1,4 @@
-"""Folders that transformers loads as its own, and what it writes read back."""
+"""Exported folders load in transformers, and folders that transformers saved are read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def export(model: PortableModel, folder: Path, **changes) -> list[str]:
 
 
 def load(name: str, folder: Path, **changes):
-    """A model of transformers; nothing of it may be missing or left over."""
+    """A model loaded by transformers, without missing or unexpected keys."""
     model, info = getattr(transformers, name).from_pretrained(folder, output_loading_info=True, **changes)
     assert not any(info.values()), info
     return model.eval()
@@ -88,7 +88,7 @@ def test_bert(source, name, request):
     found = theirs(**pair)
     torch.testing.assert_close(found.prediction_logits, expected.lm_logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found.seq_relationship_logits, expected.sentence_logits, rtol=1e-5, atol=1e-5)
-    # without its heads: they are in the file, and nothing else is too much or missing
+    # a model without heads: only the keys of the heads are unexpected, and none is missing
     _, info = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
     assert {name.split(".")[0] for name in info.pop("unexpected_keys")} == {"cls"}
     assert not any(info.values())
@@ -125,7 +125,7 @@ def test_the_way_back_is_exact(source, max_shard_gigabytes, tmp_path, request):
 
 @pytest.mark.parametrize("source", ["gpt", "bert", "pre_norm"])
 def test_what_transformers_has_saved(source, tmp_path, request):
-    """Its own files, of either kind, with the tokenizer as it writes it."""
+    """Folders saved by transformers, of either model, with the tokenizer as it writes it."""
     folder = request.getfixturevalue(f"{source}_folder")
     expected = read_hf_folder(folder)
     theirs = load("AutoModelForPreTraining", folder)
@@ -265,7 +265,7 @@ def test_a_pickle_is_never_run(gpt_folder, tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_json_goes_with_the_model(gpt_folder, tmp_path):
-    """A tokenizer of a kind that is not ours travels as it is."""
+    """A tokenizer.json of another kind than the project writes is copied unchanged."""
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     transformers.AutoTokenizer.from_pretrained(gpt_folder).save_pretrained(theirs)

@@ -1,4 +1,4 @@
-"""Files that others have made may hold what grows without limit: it is refused in one line, before it is read."""
+"""Files from others may expand without limit: they are refused with a one-line error before they are read."""
 
 from __future__ import annotations
 

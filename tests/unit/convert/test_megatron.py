@@ -1,4 +1,4 @@
-"""Checkpoints as Megatron-LM writes them, made here by the rules of its formats."""
+"""Checkpoints in the formats of Megatron-LM, written by these tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NEWER_OLD = OLD | {
 
 
 def shard_of(name: str, tensor: torch.Tensor, rank: int, ranks: int, *, heads: int, version: float) -> torch.Tensor:
-    """What one rank holds of a tensor of ours."""
+    """The shard of a tensor on one rank."""
     if "query_key_value" in name:
         rows = tensor.unflatten(0, (heads, 3, -1)).chunk(ranks)[rank]  # (heads of this rank, 3, head size, ...)
         if version == 0:
@@ -66,7 +66,7 @@ def shard_of(name: str, tensor: torch.Tensor, rank: int, ranks: int, *, heads: i
 
 
 def old_tree(tensors: dict[str, torch.Tensor], names: dict[str, str], stack: str) -> dict:
-    """Dictionaries within dictionaries, as versions before megatron-core have them."""
+    """Nested dictionaries, as in versions before megatron-core."""
     embedding: dict = {}
     model: dict = {"language_model": {"embedding": embedding, stack: {}}}
     for name, tensor in tensors.items():
@@ -89,7 +89,7 @@ def old_tree(tensors: dict[str, torch.Tensor], names: dict[str, str], stack: str
 
 
 def core_tree(tensors: dict[str, torch.Tensor], names: dict[str, str], stack: str) -> dict:
-    """Flat names, as megatron-core has them."""
+    """Flat names, as in megatron-core."""
     model: dict = {"decoder.layers.0.self_attention.core_attention._extra_state": None}
     for name, tensor in tensors.items():
         if name.startswith("transformer.layers."):
@@ -273,7 +273,7 @@ def test_damaged_checkpoints_are_named(change, message, gpt, tmp_path):
     state = torch.load(path, weights_only=False)
     change(state)
     torch.save(state, path)
-    if message is None:  # another number of heads is another model, and shows nowhere
+    if message is None:  # another number of heads is another model, which no shape reveals
         assert read_megatron(tmp_path).config.num_attention_heads == 1
         return
     with pytest.raises(UserError, match=message):
@@ -310,7 +310,7 @@ def test_the_other_form_of_gelu_is_noted(gpt, bert, tmp_path):
 
 
 def with_class(module: str, name: str, monkeypatch) -> object:
-    """An instance of a class that a pickle will name so."""
+    """An instance of a class that is pickled under this name."""
     kind = type(name, (), {"__module__": module, "__qualname__": name})
     parents = module.split(".")
     for length in range(1, len(parents) + 1):
@@ -322,7 +322,7 @@ def with_class(module: str, name: str, monkeypatch) -> object:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_objects_of_training_do_not_matter(gpt, tmp_path, monkeypatch, legacy):
-    """Loss scalers, enumerations and the like, of packages that are not installed, are there and nobody minds."""
+    """Loss scalers, enumerations and other objects of packages that are not installed are ignored."""
     scaler = with_class("megatron.fp16.loss_scaler", "DynamicLossScaler", monkeypatch)
     scaler.scale = 2.0
     write(tmp_path, gpt, model_type=scaler, legacy=legacy)

@@ -41,7 +41,7 @@ def test_weights_alone_come_back_to_the_bit(gpt_checkpoint, bert_checkpoint, pre
         assert read_metadata(checkpoint).iteration == 0
         again = read_checkpoint(str(folder))
         assert again.config == original.config and again.vocab_size == original.vocab_size
-        expected = original.padded_weights()  # random gradients have moved the padding; it does not come back
+        expected = original.padded_weights()  # training changed the padding rows; these are not restored
         assert all(torch.equal(again.weights[name], tensor) for name, tensor in expected.items())
         assert again.built_tokenizer().fingerprint == original.built_tokenizer().fingerprint
 
@@ -128,7 +128,7 @@ def test_the_block_size_of_training_does_not_matter(gpt_checkpoint, tmp_path):
 
 
 def rewrite(folder: Path, change) -> None:
-    """Change the settings of the checkpoint in a folder, with their hash, as a program could have written them."""
+    """Change the settings of the checkpoint in a folder and update their hash."""
     (checkpoint,) = folder.glob("iter_*")
     path = checkpoint / "config.yaml"
     metadata = read_metadata(checkpoint)

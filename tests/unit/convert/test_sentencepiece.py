@@ -1,4 +1,4 @@
-"""SentencePiece models that ``AutoTokenizer`` reads: the same ids, there and back."""
+"""SentencePiece models that ``AutoTokenizer`` reads: the same ids in both directions."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def compare(ours: SentencePieceTokenizer, theirs: Any, text: str) -> None:
     ids = ours.encode(text)
     assert theirs(text, add_special_tokens=False).input_ids == ids, text
-    if ours.unknown not in ids:  # for which each library has another mark
+    if ours.unknown not in ids:  # which each library decodes differently
         assert theirs.decode(ids) == ours.decode(ids), text
 
 
@@ -122,7 +122,7 @@ def test_the_way_back_is_the_same_tokenizer(pair: tuple[Any, Any, Path]) -> None
     assert files is not None and files.tokenizer_type == "SentencePieceTokenizer"
     assert build_tokenizer(files).fingerprint == ours.fingerprint
     (folder / "tokenizer_config.json").rename(folder / "away")
-    other = find_tokenizer(folder, model_type="gpt2")  # not ours: what transformers itself would read
+    other = find_tokenizer(folder, model_type="gpt2")  # the one that transformers itself would read
     (folder / "away").rename(folder / "tokenizer_config.json")
     assert other is not None and other.tokenizer_type == "HuggingFaceTokenizer"
 

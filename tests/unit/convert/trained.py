@@ -63,6 +63,6 @@ TIED = {  # copy -> original
 
 
 def to_hf(weights: Mapping[str, torch.Tensor], config, vocab_size: int) -> dict[str, torch.Tensor]:
-    """The state dict of transformers' class, tied tensors included, for the state dict of a model of ours."""
+    """The state dict of transformers' class, tied tensors included, from that of a model of this project."""
     exported = dict(hf_tensors(weights, config, vocab_size))
     return exported | {copy: exported[name] for copy, name in TIED.items() if name in exported}

@@ -1,4 +1,4 @@
-"""Planned memory against tensors that are really there."""
+"""Planned memory against the tensors that are allocated."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def bytes_of_state(rank: int, world_size: int, settings: OptimizerConfig) -> tup
 
 @pytest.mark.parametrize(("name", "state_dtype"), [*((name, "fp32") for name in OPTIMIZERS), ("zero_one_adam", "bf16")])
 def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
-    """On two replicas, whose errors of blocks that cannot be dealt out evenly differ by a block."""
+    """On two replicas, whose errors differ by a block where the blocks do not divide evenly."""
     settings = OptimizerConfig(optimizer=name, lr=1e-3, lr_warmup_iters=2, state_dtype=state_dtype, block_size=256)
     for real, sizes in run_ranks(bytes_of_state, 2, settings):
         planned = memory(
@@ -100,7 +100,7 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
             on_gpu=False,
         )
         if name == "adam":
-            # what DistributedDataParallel wraps has its weights as master weights; both moments are AdamW's
+            # with DistributedDataParallel the model's weights are the master weights; AdamW holds both moments
             assert planned.state == pytest.approx(real - planned.weights, rel=0.01)
         else:
             blocks = sum(-(-size // settings.block_size) for size in sizes)
@@ -109,7 +109,7 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
 
 
 def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> list[tuple[int, int, Memory]]:
-    """By optimizer: bytes of its state, of all storages that it has made, and what was planned."""
+    """By optimizer: bytes of its state, of all storages that it has allocated, and what was planned."""
     found = []
     distributed = DistributedConfig(threads_per_replica=1, replica="node", shard_optimizer=sharded)
     with initialize(LaunchEnvironment.read(os.environ), distributed) as group:
@@ -153,7 +153,7 @@ def test_divided_state_and_buffers_are_what_an_optimizer_holds() -> None:
             assert planned.weights + planned.state + planned.exchange == pytest.approx(made, rel=0.1), name
     state, _, planned = divided[0][0]
     live = planned.state - state
-    assert 0 < live < 0.02 * state  # the first process owns as much as any
+    assert 0 < live < 0.02 * state  # the first process has the largest share
 
 
 def test_errors_and_buffers_shrink_where_processes_share_a_node() -> None:
@@ -164,7 +164,7 @@ def test_errors_and_buffers_shrink_where_processes_share_a_node() -> None:
     assert shared == pytest.approx(elements * (16 + (4 + 4 / 16 + 4) / 8 + 0.25))
     alone = flat_state_bytes(settings, 1, 1, elements)
     assert alone == pytest.approx(elements * (16 + 0.25))
-    quantized = flat_state_bytes(OptimizerConfig(lr=1e-3), 16, 1, elements)  # by default gradients have errors, too
+    quantized = flat_state_bytes(OptimizerConfig(lr=1e-3), 16, 1, elements)  # by default gradients have residuals, too
     assert quantized - flat == pytest.approx(elements * (4 + 4 / 16))
 
 
@@ -209,7 +209,7 @@ def test_gradients_in_buckets_are_there_all_the_time(recompute: Any) -> None:
     passes = planned_passes(config, on_gpu=False)
     model = build(config)
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # as DistributedDataParallel's views of its buckets
+        parameter.grad = torch.zeros_like(parameter)  # like DistributedDataParallel's views of its buckets
     gradients = [parameter.grad for parameter in model.parameters()]
     tokens, ones = torch.zeros(3, 16, dtype=torch.int64), torch.ones(3, 16)
     with (
@@ -233,13 +233,13 @@ def test_gpus_keep_no_scores_and_recomputing_keeps_little() -> None:
         return planned_passes(gpt_config(**changes), on_gpu=on_gpu).saved
 
     assert saved(True) < saved(False)
-    held = planned_passes(gpt_config(), on_gpu=False)  # by a heap with holes; all tensors are small here
+    held = planned_passes(gpt_config(), on_gpu=False)  # holes of the heap; all tensors are small here
     assert held.saved / 3 <= held.unused < held.saved / 3 * 1.1
     assert planned_passes(gpt_config(), on_gpu=True).unused == 0
     assert saved(True, recompute_activations="full") < 0.5 * saved(True)
-    # of each of 2 layers and 48 tokens: what two norms (32) and the GELU (128) give
+    # for each of 2 layers and 48 tokens: the outputs of two norms (32) and the GELU (128)
     assert saved(True) - saved(True, recompute_activations="selective") == 2 * 48 * (2 * 32 + 128) * 4
-    # without fused kernels also the scores, of 3 x 2 heads: probabilities, before and after dropout, and its mask
+    # without fused kernels also the attention scores, of 3 x 2 heads: probabilities before and after dropout, its mask
     scores = saved(False) - saved(False, recompute_activations="selective") - 2 * 48 * (2 * 32 + 128) * 4
     assert scores > 2 * 3 * 2 * 16 * 16 * 4
 
@@ -287,7 +287,7 @@ def test_the_command_with_nodes_as_replicas(capsys: pytest.CaptureFixture[str]) 
 
     whole, sharded = found(), found("--shard-optimizer")
     assert sharded["zero_one_adam"]["state"] < 0.2 * whole["zero_one_adam"]["state"]
-    assert sharded["adam"] == whole["adam"]  # whose replicas are processes
+    assert sharded["adam"] == whole["adam"]  # its replicas are processes
 
 
 def test_sums_in_fp32_are_counted_where_there_are_some(
@@ -305,7 +305,7 @@ def test_sums_in_fp32_are_counted_where_there_are_some(
 
     adam, sgdm = passes("--accumulate-grads-in-fp32")
     adam_in_bf16, sgdm_in_bf16 = passes("--no-accumulate-grads-in-fp32")
-    assert adam == adam_in_bf16  # whose gradients DistributedDataParallel adds up, in their own type
+    assert adam == adam_in_bf16  # DistributedDataParallel sums its gradients, in their own dtype
     assert sgdm > sgdm_in_bf16
 
 
@@ -333,7 +333,7 @@ def test_a_gpu_that_the_kernels_do_not_serve_needs_more_where_an_update_does() -
     for sizes, elements in ((small, 1 << 20), (large, 1 << 26)):
         gradients = 4 * sizes[0]
         assert total(sizes, peak=gradients, plain_torch=True) - total(sizes, peak=gradients) == 24 * elements
-    assert total(small, peak=10**9, plain_torch=True) == total(small, peak=10**9)  # the passes hold more
+    assert total(small, peak=10**9, plain_torch=True) == total(small, peak=10**9)  # the passes need more
     adam = {"optimizer": "adam", "peak": 4 << 20}
     assert total(small, plain_torch=True, **adam) == total(small, **adam)
 

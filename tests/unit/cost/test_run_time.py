@@ -1,4 +1,4 @@
-"""Times of steps and runs on clusters, against what can be computed by hand, and properties that any model has."""
+"""Times of steps and runs on clusters, against values computed by hand, and properties of any model."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def test_steps_by_hand() -> None:
     work = replace(WORK, arithmetic=0.0)
     free = StepModel(ALONE, work, DENSE)
     assert free.local().seconds == pytest.approx(0.3)
-    # 200 MB in 8 buckets: the first is there 0.1 + 0.025 s after the start, and the link has enough to do from then on
+    # 200 MB in 8 buckets: the first is ready 0.1 + 0.025 s after the start; from then on the link is never idle
     adam = free.adam()
     assert adam.seconds == pytest.approx(0.125 + 2 * 3 / 4 * 0.2)
     assert adam.exposed == pytest.approx(0.125 + 0.3 - 0.3) and adam.arithmetic == pytest.approx(0.0)
-    # bits of one bucket: nothing is hidden
+    # 1-bit step with one bucket: no overlap
     one = StepModel(ALONE, work, ONE_BUCKET).one_bit(every_step=True)
     assert one.exposed == pytest.approx(2 * 3 / 4 * 100e6 * (1 / 8 + 2 / 1024) / 1e9)
-    # a delay hides up to a step's computation
+    # a delayed synchronization overlaps with up to one step's computation
     delayed = StepModel(ALONE, work, replace(ONE_BUCKET, delay_synchronization=True)).one_bit(every_step=False)
     assert delayed.seconds == pytest.approx(0.3)
-    # without clipping, most of the bits travel in the backward pass
+    # without clipping, most 1-bit buckets are sent during the backward pass
     early = StepModel(ALONE, work, replace(DENSE, clip_grad=0.0)).one_bit(every_step=True)
     assert 0.0 < early.exposed < 0.25 * one.exposed
 
@@ -143,7 +143,7 @@ def test_what_is_recommended() -> None:
 
 
 def test_exchanges_that_cost_the_processor_much_are_not_recommended() -> None:
-    """Between processes of one machine nothing is won by few bytes, but each exchange takes its time."""
+    """Between processes of one machine, sending fewer bytes gains little, but each exchange takes processor time."""
 
     def best(exchange_seconds: float) -> str:
         at_rate, work = replace(ALONE, link_rate=1e9), replace(WORK, exchange_seconds=exchange_seconds)

@@ -40,7 +40,7 @@ def test_no_task_begins_early_and_no_resource_is_idle_without_cause(data: st.Dat
         ready = max((ends[earlier] for earlier in task.after), default=0.0)
         assert begin >= ready
         same = [(starts[i], ends[i]) for i, other in enumerate(tasks) if other.resource == task.resource]
-        # from being ready to the begin, the resource is taken
+        # from when it is ready to its begin, the resource is busy
         assert sum(min(end, begin) - max(start, ready) for start, end in same if end > ready and start < begin) >= (
             begin - ready
         )

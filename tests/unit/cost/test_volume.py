@@ -117,7 +117,7 @@ def test_bits_are_exchanged_unless_replicas_agree_anyway(
         lr_decay_interval=6,
         lr_decay_rate=0.6,
     )
-    moved = -1  # the last step at which the master weights moved by something
+    moved = -1  # the last step that moved the master weights
     previous = -1
     for step in range(run.steps):
         exchanged = run.bytes_sent[step] - WIRE.dense(2) * run.refreshes[step]

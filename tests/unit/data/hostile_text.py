@@ -1,4 +1,4 @@
-"""Text as no careful author writes it, for whatever reads text."""
+"""Unusual Unicode text, for tests of everything that reads text."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 _ALPHABETS = [
     "abcXYZ019 .,-'",
     " \t\n\r\v\f\x00\x01\x1f\x7f\x85\xa0\u1680\u2028\u2029\u3000\ufeff",
-    "e\u0301\u0300\u0308\u0323\u0489\u20dd\u0627\u0654",  # combining marks, on letters and on nothing
+    "e\u0301\u0300\u0308\u0323\u0489\u20dd\u0627\u0654",  # combining marks, on letters and alone
     "\U0001f468\u200d\U0001f469\u200d\U0001f467\ufe0f\U0001f3fb\U0001f1e9\U0001f1ea\u20e3",  # families, flags, keycaps
     "\u05d0\u05d1\u0627\u0644\u0639\u200f\u202b\u202c\u2066\u061c",  # right to left, with marks
-    "\u200b\u200c\u200d\u2060\u00ad\u034f\u180e",  # of no width
+    "\u200b\u200c\u200d\u2060\u00ad\u034f\u180e",  # zero width
     "東京語漢あアㄅ한ᄒ\u302a\uff21\uff76\uff9e",
     "ßİıŸǅ\ufb01\u017fẞΣςÅ\u212b½²ⅷ",  # case and compatibility
     "\ue000\uf8ff\ufffd\ufffe\uffff\ufdd0\u0378\U000e0001\U0010ffff\U000f0000\U00013430",  # private, unassigned, none

@@ -1,4 +1,4 @@
-"""BERT samples: what holds for every objective and masking, and unusable data."""
+"""BERT samples: invariants of every objective and masking, and unusable data."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_each_sentence_is_used_once_an_epoch(config: BertDataConfig, bert_tokeni
     assert used == list(range(int(dataset._documents[-1])))
     starts = np.searchsorted(dataset._documents, [first for first, _ in ranges], side="right")
     ends = np.searchsorted(dataset._documents, [last - 1 for _, last in ranges], side="right")
-    assert (starts == ends).all()  # no sample runs across documents
+    assert (starts == ends).all()  # no sample crosses a document boundary
 
 
 def test_nsp_takes_the_second_segment_from_another_document(

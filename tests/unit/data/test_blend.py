@@ -1,4 +1,4 @@
-"""Blends: Megatron's order, shares at every moment, and splits made of several files."""
+"""Blends: Megatron's order, shares after any number of samples, and splits made of several files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ weight_lists = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
 
 
 def order_by_loop(weights: list[float], num_samples: int) -> tuple[list[int], list[int]]:
-    """Megatron-LM's rule: the largest of weight x max(i, 1) - drawn, the first of equals."""
+    """Megatron-LM's rule: the largest of weight x max(i, 1) - drawn; ties go to the first."""
     shares = np.array(weights) / np.sum(weights)
     drawn = [0] * len(weights)
     datasets, samples = [], []
@@ -55,7 +55,7 @@ def test_every_dataset_has_given_its_share_at_every_moment(weights: list[float],
 
 
 def corpora(write_pair: Callable[..., str], sizes: list[int]) -> list[str]:
-    """Files of that many documents of 20 tokens; every token of file k is 10 + k."""
+    """Files of ``sizes`` documents of 20 tokens each; every token of file k is 10 + k."""
     return [write_pair([[[10 + k] * 20]] * size, name=f"file{k}") for k, size in enumerate(sizes)]
 
 

@@ -1,4 +1,4 @@
-"""Merging, inspecting and verifying token files, by the functions and by the command."""
+"""Merging, inspecting and verifying token files, by function call and on the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ documents = st.lists(st.lists(st.lists(st.integers(0, 60000), max_size=4), max_s
 
 
 def note(prefix: str, **changes: Any) -> dict[str, Any]:
-    """Write what preprocessing would have noted about a pair."""
+    """Write the record that preprocessing would have left for a pair."""
     dataset = IndexedDataset(prefix)
     origin = {
         "tokenizer": {"type": "GPT2BPETokenizer", "file": "vocab.json", "vocab_size": 5000, "fingerprint": "f"},

@@ -1,4 +1,4 @@
-"""Reading of text: documents, however it is cut into chunks, compressed, or gone on with in the middle."""
+"""Reading of text: the same documents with any chunking or compression, or when resumed in the middle."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_an_epoch_reads_every_token_once_over_all_replicas(
     batches: tuple[int, int],
     stop: int,
 ) -> None:
-    """Also if the run is stopped and goes on with other replicas and micro-batches."""
+    """Also if the run is stopped and resumed with other numbers of replicas and micro-batch sizes."""
     ids = list(range(5, 5 + 36 * 8 + 1))  # 17 documents of 17 tokens
     prefix = write_pair([[ids[start : start + 17]] for start in range(0, len(ids), 17)])
     config = GPTDataConfig(data_path=(prefix,), seq_length=8, split="1")
@@ -175,7 +175,7 @@ def test_an_epoch_reads_every_token_once_over_all_replicas(
         for _, *together in zip(range(steps if loaders else 0), *loaders, strict=False):
             seen += [token for part in together for token in part["labels"].flatten().tolist()]
             consumed += batch * number
-    seen += dataset.batch(range(consumed, 36))["labels"].flatten().tolist()  # fewer than a whole step takes
+    seen += dataset.batch(range(consumed, 36))["labels"].flatten().tolist()  # less than a whole step
     sizes = np.full(17, 17, dtype=np.int32)
     document = build_gpt_index(sizes, 0, 17, num_samples=36, seq_length=8, seed=3)["document"]
     stream = [token for number in document.tolist() for token in ids[number * 17 : number * 17 + 17]]

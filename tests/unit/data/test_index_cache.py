@@ -1,4 +1,4 @@
-"""The cache of sample indices: found again, rebuilt when damaged, safe with several processes."""
+"""The cache of sample indices: cache hits, rebuilding after damage, and several processes at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DESCRIPTION = {"kind": "test", "seed": 1, "bounds": (0, 3)}
 
 
 class Builder:
-    """Counts how often it is asked."""
+    """Counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -61,7 +61,7 @@ def test_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) ->
     else:
         path.unlink()
     load(tmp_path, build)
-    # b.npy has no data: its last bytes are padding, of which a changed one does no harm.
+    # b.npy has no data: its last bytes are padding, where a flipped bit does no harm.
     assert build.calls == 2 or (name, damage) == ("b.npy", "flip")
     load(tmp_path, Builder())
     assert [path.name for path in tmp_path.iterdir()] == [entry.name]
@@ -111,7 +111,7 @@ def test_others_wait_for_the_builder(tmp_path: Path) -> None:
         process.join(30)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert (tmp_path / "n").read_text() == "x"
-    assert len(list((tmp_path / "c").iterdir())) == 1  # no lock is left behind
+    assert len(list((tmp_path / "c").iterdir())) == 1  # no lock file is left
 
 
 def test_a_builder_that_dies_is_replaced(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_what_a_killed_builder_had_written_is_removed(tmp_path: Path) -> None:
     load(tmp_path, Builder())
     (entry,) = tmp_path.iterdir()
     leftover = tmp_path / f"{entry.name}.abc.tmp"
-    entry.rename(leftover)  # as if it had been killed just before giving it its name
+    entry.rename(leftover)  # as if it had been killed just before the rename
     build = Builder()
     load(tmp_path, build)
     assert build.calls == 1 and list(tmp_path.iterdir()) == [entry]
@@ -151,7 +151,7 @@ def test_a_builder_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_long_arrays_are_sampled_from_end_to_end() -> None:
-    array = np.arange(6_000_000, dtype=np.int32)  # 24 MB, of which 16 MiB are looked at
+    array = np.arange(6_000_000, dtype=np.int32)  # 24 MB, of which 16 MiB are hashed
     digest = sampled_digest(array)
     assert sampled_digest(array.copy()) == digest
     assert sampled_digest(array[:-1]) != digest and sampled_digest(array.view(np.uint32)) != digest
@@ -160,7 +160,7 @@ def test_long_arrays_are_sampled_from_end_to_end() -> None:
         changed[position] += 1
         assert sampled_digest(changed) != digest
     hollow = array.copy()
-    hollow[3_000_000:3_100_000] = 0  # pages that never reached the disk
+    hollow[3_000_000:3_100_000] = 0  # pages that were never written to disk
     assert sampled_digest(hollow) != digest
 
 

@@ -1,4 +1,4 @@
-"""Writing of token files: interruption and going on, two writers, a full disk."""
+"""Writing of token files: interruption and resume, two writers, a full disk."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from megatron01.errors import UserError
 
 
 def test_more_than_two_to_the_31_tokens(tmp_path: Path) -> None:
-    """Files with a hole of five gigabytes, which take no room on the disk."""
+    """Sparse files with a hole of five gigabytes, which take no space on disk."""
     longest = 2**31 - 1
     with open(tmp_path / "a.bin.partial", "wb") as tokens:
         tokens.truncate(2 * (longest + 5))

@@ -1,4 +1,4 @@
-"""The loader: who gets which sample, resuming by one integer, and errors in worker processes."""
+"""The loader: which replica gets which sample, resume by one integer, and errors in worker processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_replicas_share_each_sample_once(num_samples: int, consumed: int, batch:
 
 @given(data=st.data(), num_samples=st.integers(0, 120))
 def test_stops_and_other_numbers_of_replicas_lose_and_repeat_nothing(data: st.DataObject, num_samples: int) -> None:
-    """A run is stopped after any step and goes on with other replicas and micro-batches, again and again."""
+    """A run is stopped after any step and resumed with other numbers of replicas and micro-batch sizes, repeatedly."""
     taken: list[int] = []
     for _ in range(5):
         batch, replicas = data.draw(sizes), data.draw(sizes)
@@ -172,7 +172,7 @@ print("end")
     slow_after(1, [("signal", 0, "end\n", ""), ("end", 0, "end\n", ""), ("error", 1, "", "KeyError")]),
 )
 def test_process_ends_with_its_workers_in_use(case: str, status: int, out: str, err: str) -> None:
-    """Workers outlive a signal to the whole group (the replica then saves), but never the replica."""
+    """Workers survive a signal to the process group (the replica then saves), but not the end of the replica."""
     process = subprocess.run(
         [sys.executable, "-c", PROGRAM, case],
         cwd=Path(__file__).resolve().parents[3],

@@ -31,7 +31,7 @@ JSON_LINES = b"".join(line + b"\n" for line in as_json(TEXTS))
 
 
 class StandardInput:
-    """A pipe that gives a few bytes at a time."""
+    """A pipe that delivers a few bytes at a time."""
 
     def __init__(self, content: bytes) -> None:
         self.buffer = io.BufferedReader(io.BytesIO(content), buffer_size=7)

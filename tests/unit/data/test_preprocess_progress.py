@@ -1,4 +1,4 @@
-"""What preprocessing shows while it works, and its summary."""
+"""Progress lines of preprocessing, and its summary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that shows what stands in the list."""
+    """A mocked clock that reads the value in the list."""
     now = [100.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
     return now
@@ -31,7 +31,7 @@ def summary(documents: int, megabytes: float) -> PreprocessSummary:
 
 def test_lines(clock: list[float]) -> None:
     stream = io.StringIO()
-    progress = Progress(1000, 100, summary(10, 1), 20, stream)  # goes on after 10 documents
+    progress = Progress(1000, 100, summary(10, 1), 20, stream)  # resumed after 10 documents
     for seconds, documents, done in [(2, 29, 200), (4, 30, 300), (6, 49, 400), (10, 95, 550), (11, 99, 600)]:
         clock[0] = 100.0 + seconds
         progress.update(summary(documents, 1 + seconds), done)

@@ -1,4 +1,4 @@
-"""Interrupted preprocessing: killed anywhere, stopped by errors, gone on with, and kept from being done twice."""
+"""Interrupted preprocessing: killed anywhere, stopped by errors, resumed, and protected from running twice at once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Interrupted(Exception):
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, num_chunks: int, error: BaseException) -> None:
-    """Let the next run end with ``error`` when it has encoded some chunks."""
+    """Let the next run end with ``error`` after it has encoded ``num_chunks`` chunks."""
     done = iter(range(num_chunks))
 
     def encode(*arguments: Any) -> Any:
@@ -82,7 +82,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, config: PreprocessConfig, num_chu
 
 
 def killed_run(config: PreprocessConfig, deadly_call: int, output: Path) -> None:
-    """Run until the n-th time something happens to a file, and die there without any chance to tidy up."""
+    """Run until the n-th operation on a file, and end the process there without any cleanup."""
     corpus.CHUNK_BYTES = corpus.BLOCK_BYTES = 4 * CHUNK_BYTES
     calls = 0
 
@@ -133,7 +133,7 @@ def long_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Preproces
 
 @contextmanager
 def two_workers(config: PreprocessConfig) -> Iterator[subprocess.Popen[bytes]]:
-    """The command at work, in a process group of its own."""
+    """The running command with two workers, in a process group of its own."""
     command = [sys.executable, "-m", "megatron01", "preprocess", "--input", *config.input, "--workers", "2"]
     for name in ("output_prefix", "tokenizer_type", "vocab_file", "merge_file"):
         command += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
@@ -165,7 +165,7 @@ def test_signalled_processes(long_run: tuple[PreprocessConfig, dict[str, bytes]]
             process.kill()
         else:
             os.killpg(process.pid, number)  # as launchers do: the workers get it too
-        _, said = process.communicate()  # returns when the last of its workers has let go of the pipe
+        _, said = process.communicate()  # returns when the last of its workers has closed the pipe
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
     assert number == signal.SIGKILL or b"the same command goes on from there" in said
     assert b"Traceback" not in said
@@ -177,7 +177,7 @@ def test_signalled_processes(long_run: tuple[PreprocessConfig, dict[str, bytes]]
 
 @pytest.mark.parametrize("workers", slow_after(1, [2, 1]))
 def test_signalled_while_workers_start(long_run: tuple[PreprocessConfig, dict[str, bytes]], workers: int) -> None:
-    """One that a signal ends before it can ignore it leaves the other with chunks that nobody fetches."""
+    """A worker that a signal ends before it ignores it leaves the other with chunks that nobody fetches."""
     config, expected = long_run
     with two_workers(config) as process:
         wait_for(process, lambda: len(workers_of(process)) == workers)
@@ -190,7 +190,7 @@ def test_signalled_while_workers_start(long_run: tuple[PreprocessConfig, dict[st
 
 
 def test_killed_worker(long_run: tuple[PreprocessConfig, dict[str, bytes]]) -> None:
-    """The pool ends the others, which leave SIGTERM to their parent."""
+    """The pool ends the other workers, which ignore SIGTERM."""
     config, expected = long_run
     record = Path(f"{config.output_prefix}_document.progress.json")
     with two_workers(config) as process:

@@ -1,4 +1,4 @@
-"""Encoding by remembered words gives the ids of the tokenizer itself, on any text."""
+"""Encoding with a cache of words gives the ids of the tokenizer itself, on any text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron01.data.preprocessing import encoding as word_cache
 from megatron01.data.preprocessing.encoding import WordCache
 from tests.unit.data.test_preprocess import bert_config, gpt_config
 
-# Characters at which tokenizers cut, join, drop or add something, and words around them.
+# Characters at which tokenizers split, join, drop or add something, and words around them.
 HOSTILE = (
     "aB1.'-_ \t\n\r\x0b\x0c\x00\x07\x1c\x1f\x7f\x85\xad\xa0\u0301\u1680\u180e\u2003\u200b\u2028\u3000\ufeff\ufffd"
     "éİßﬁ“—東ก🙂Ⅷ²"
@@ -71,7 +71,7 @@ def check(cache: WordCache, tokenizer: Tokenizer, texts: list[str]) -> None:
 def test_ids_are_those_of_the_tokenizer(tokenizer: Tokenizer, tokenizer_type: TokenizerType, texts: list[str]) -> None:
     cache = WordCache(tokenizer, tokenizer_type, np.uint16)
     check(cache, tokenizer, texts)
-    check(cache, tokenizer, texts[::-1])  # with the words known already
+    check(cache, tokenizer, texts[::-1])  # with the words cached already
 
 
 @given(texts=st.lists(TEXTS.filter(lambda text: not has_surrogates(text)), max_size=4))

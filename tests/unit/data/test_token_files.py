@@ -20,7 +20,7 @@ DOCUMENTS = [[[7] * 50], [[8] * 30], [[9] * 70]]
 
 
 def bump(path: Path) -> None:
-    """Give a file another time of change, as writing to it later does."""
+    """Change the modification time of a file, as writing to it later does."""
     status = path.stat()
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
 
@@ -91,7 +91,7 @@ def dataset(prefix: str, tokenizer: Tokenizer) -> SampleDataset:
 def test_a_file_cut_short_during_training_is_named(
     num_workers: int, write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer
 ) -> None:
-    """A worker that reads beyond the new end is ended by SIGBUS, if it has looked at the file just before."""
+    """A worker that reads beyond the new end gets SIGBUS, if it has checked the file just before."""
     prefix = write_pair([[np.arange(5, 4000).tolist()]] * 20)
     loader = build_loader(
         dataset(prefix, gpt2_tokenizer),

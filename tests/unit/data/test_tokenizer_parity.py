@@ -48,7 +48,7 @@ def gpt2() -> tuple[Tokenizer, Reference]:
 
 
 def tokenizer_json(folder: Path) -> tuple[Tokenizer, Reference]:
-    """A pipeline that neither of the others has: NFKC, Metaspace, unigram."""
+    """A pipeline that none of the others has: NFKC, Metaspace, unigram."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models, normalizers, pre_tokenizers, trainers
 
@@ -87,7 +87,7 @@ def sentence_piece(folder: Path, corpus: list[str], model_type: str) -> tuple[To
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: list[str]
 ) -> tuple[Tokenizer, Reference]:
-    """Our tokenizer and the reference."""
+    """The project's tokenizer and the reference."""
     folder = tmp_path_factory.mktemp("tokenizer")
     if request.param in ("lower case", "cased"):
         return bert(request.param == "lower case")

@@ -1,4 +1,4 @@
-"""What each kind of vocabulary file offers: special tokens, word boundaries, and errors that name the file."""
+"""What each kind of vocabulary file provides: special tokens, word boundaries, and errors that name the file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_words_of_sentencepiece_begin_with_its_mark(tmp_path: Path, names: list[
     assert tokens.is_continuation[ids].tolist() == [not first for first in begins]
     assert tokens.is_continuation.dtype == np.bool_ and len(tokens.is_continuation) == tokenizer.vocab_size
     assert not tokens.is_continuation[[tokens.cls, tokens.sep, tokens.mask, tokens.pad, 0]].any()
-    # A text cannot smuggle in a control symbol, but decoding shows it.
+    # Control symbols in a text are not encoded as such, but decoding prints them.
     assert not {tokens.cls, tokens.mask} & set(tokenizer.encode(" ".join(names)))
     assert tokenizer.decode([tokens.cls, *ids, tokens.sep]) == f"{names[0]}unquestionable trees{names[1]}"
 

@@ -1,4 +1,4 @@
-"""Vocabularies made from text: the same bytes every time, and what preprocessing and training need of them."""
+"""Training of vocabularies: the same bytes every time, with all that preprocessing and training need."""
 
 from __future__ import annotations
 

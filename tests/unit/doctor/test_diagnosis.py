@@ -27,7 +27,7 @@ H100 = ("NVIDIA H100", 80 * 2**30, True)
 
 
 def machine(rank: int = 0, node: str = "node0", **changes: Any) -> Examination:
-    """A process on a machine with two GPUs that has nothing to complain about."""
+    """A healthy process on a machine with two GPUs."""
     healthy = Examination(
         rank=rank,
         node=node,
@@ -49,7 +49,7 @@ def machine(rank: int = 0, node: str = "node0", **changes: Any) -> Examination:
 
 
 def cluster(**changes: Any) -> list[Examination]:
-    """Two processes on each of three nodes, of which the second is changed."""
+    """Two processes on each of three nodes; the second node has the ``changes``."""
     return [
         machine(rank, f"node{rank // 2}", **(changes if rank // 2 == 1 else {})) for rank in range(6)
     ]  # fmt: skip
@@ -106,7 +106,7 @@ def test_more_processes_than_gpus() -> None:
 def test_one_machine_may_talk_over_its_loopback() -> None:
     local = [machine(rank, gloo=("lo", "127.0.0.1"), addresses=["127.0.1.1"]) for rank in range(2)]
     assert diagnose(local, DoctorConfig()).problems == []
-    renamed = [dataclasses.replace(one, node=f"vn{one.rank}") for one in local]  # nodes that a launcher only pretends
+    renamed = [dataclasses.replace(one, node=f"vn{one.rank}") for one in local]  # node names that a launcher made up
     assert diagnose(renamed, DoctorConfig()).problems == []
 
 
@@ -118,7 +118,7 @@ def test_clocks_and_links() -> None:
     ]
     assert link_problems([("a", "b", 900.0), ("b", "c", 800.0), ("c", "a", 1000.0)], 10**8) == []
     slow = [("a", "b", 900.0), ("b", "c", 90.0), ("c", "a", 1000.0)]
-    assert link_problems(slow, 10**5) == []  # over in 9 ms
+    assert link_problems(slow, 10**5) == []  # takes 9 ms
     (problem,) = link_problems(slow, 10**8)
     assert problem.startswith("c receives 90 Mbit/s from b, half as much as others (900) or less")
 

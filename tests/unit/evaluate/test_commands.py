@@ -38,7 +38,7 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 class Typed(io.StringIO):
-    """What a person types."""
+    """Standard input that is a terminal."""
 
     def isatty(self) -> bool:
         return True

@@ -17,7 +17,7 @@ PROMPTS = [[5, 6, 7, 8], [1], [2, 40, 3, 9, 11, 30, 4]]
 
 
 def without_cache(model, prompt, count, stop=None):
-    """Greedy continuation, the whole text through the model for each token."""
+    """Greedy decoding without a cache: the whole text goes through the model for each token."""
     text = list(prompt)
     for _ in range(count):
         if len(text) == model.config.max_position_embeddings:
@@ -34,7 +34,7 @@ def test_a_batch_of_any_lengths_equals_each_text_alone(gpt2):
     expected = [without_cache(gpt2, prompt, 12) for prompt in PROMPTS]
     assert generate(gpt2, PROMPTS, max_new_tokens=12, sampling=GREEDY) == expected
     assert [generate(gpt2, [p], max_new_tokens=12, sampling=GREEDY)[0] for p in PROMPTS] == expected
-    assert len({tuple(text) for text in expected}) == 3  # so that a mix-up would show
+    assert len({tuple(text) for text in expected}) == 3  # all different, so that a mix-up would show
 
 
 def test_the_end_of_a_document_ends_one_text_and_not_the_others(gpt2):
@@ -88,7 +88,7 @@ def test_tokens_come_one_by_one(gpt2):
     steps = generate_steps(gpt2, PROMPTS, max_new_tokens=3, sampling=GREEDY)
     assert not torch.is_inference_mode_enabled()
     first = next(steps)
-    assert not torch.is_inference_mode_enabled()  # the caller's own work between two tokens is not in it
+    assert not torch.is_inference_mode_enabled()  # code of the caller between two tokens does not run in it
     assert [[a, *b] for a, b in zip(first, zip(*steps, strict=True), strict=True)] == generate(
         gpt2, PROMPTS, max_new_tokens=3, sampling=GREEDY
     )

@@ -6,7 +6,7 @@ from tests.integration.tiny import bert_config, gpt_config
 
 
 def test_a_space_between_words_is_kept(corpus):
-    words = build_tokenizer(bert_config(corpus).data)  # whose decoder joins words by spaces
+    words = build_tokenizer(bert_config(corpus).data)  # its decoder joins words by spaces
     prompt, new = words.encode("the quick"), words.encode("brown fox")
     assert words.decode(new) == "brown fox"
     assert continuation(prompt, new, words) == " brown fox"

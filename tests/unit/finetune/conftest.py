@@ -1,4 +1,4 @@
-"""A small BERT that was never trained, and its tokenizer."""
+"""A small untrained BERT, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.finetune.models import write_model
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of transformers."""
+    """A model folder in transformers' format."""
     corpus = tmp_path_factory.mktemp("corpus")
     make_corpus(corpus)
     return write_model(tmp_path_factory.mktemp("model"), corpus)

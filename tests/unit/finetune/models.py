@@ -1,4 +1,4 @@
-"""Small models with random weights, as folders of transformers."""
+"""Small models with random weights, as folders in transformers' format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.tiny import bert_config
 
 
 def write_model(folder: Path, corpus: Path, *, seed: int = 0, **shape: Any) -> Path:
-    """A BERT for the words of ``tiny``, of 32 positions."""
+    """A BERT with the vocabulary of ``tiny`` and 32 positions."""
     files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
     tokenizer = build_tokenizer(files)
     config = dataclasses.replace(bert_config(corpus).model, norm_placement="post", **shape)

@@ -1,4 +1,4 @@
-"""Rows of every task, made here, in the layouts that GLUE is passed around in."""
+"""Generated rows of every GLUE task, in the layouts in which GLUE is distributed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SCORES = ["0.000", "2.500", "5.000", "3.750"]
 
 
 def labels(task: str) -> list[Any]:
-    """The same as numbers."""
+    """The same labels as numbers."""
     if not TASKS[task].labels:
         return [float(score) for score in SCORES]
     return [TASKS[task].labels.index(name) for name in label_names(task)]
@@ -83,7 +83,7 @@ def _with_header(header: list[str], lines: list[dict[str, str]], *, mark: bool =
 
 
 def hub_rows(task: str, *, is_test: bool) -> list[dict[str, Any]]:
-    """Rows as the hub has them: numbers for labels, and -1 in test sets."""
+    """Rows as on the Hugging Face hub: numbers for labels, and -1 in test sets."""
     names = {"MNLI": ("premise", "hypothesis"), "QQP": ("question1", "question2"), "QNLI": ("question", "sentence")}
     first, second = names.get(task, ("sentence1", "sentence2") if TASKS[task].second else ("sentence", ""))
     rows = []
@@ -94,14 +94,14 @@ def hub_rows(task: str, *, is_test: bool) -> list[dict[str, Any]]:
 
 
 def hub_sets(task: str) -> dict[str, list[dict[str, Any]]]:
-    """All sets of a task by the names of the hub."""
+    """All splits of a task by their names on the hub."""
     dev = [split.names[-1] for split in TASKS[task].dev]
     tests = [split.names[-1] for split in TASKS[task].test if not split.is_optional]
     return {name: hub_rows(task, is_test=name in tests) for name in ["train", *dev, *tests]}
 
 
 def write_hub_layout(folder: Path, task: str, kind: str) -> None:
-    """JSON lines, or Parquet as the hub's downloads have it."""
+    """JSON lines, or Parquet as downloaded from the hub."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in hub_sets(task).items():
         if kind == "jsonl":

@@ -20,7 +20,7 @@ def without_index(examples):
 
 
 def check(data, task):
-    """The same examples, whatever the layout."""
+    """Check that a folder of any layout gives the same examples."""
     found = read_task(str(data), TASKS[task])
     assert without_index(found.train) == without_index(expected(task))
     assert [without_index(examples) for examples in found.dev] == [without_index(expected(task))] * len(TASKS[task].dev)

@@ -19,7 +19,7 @@ def train(model, *, seed, learning_rate=0.1, progress=lambda done, total: None, 
 
 
 class Model(torch.nn.Module):
-    """Least squares on three numbers, with a dropout that may be 0."""
+    """Linear regression on three features, with a dropout that may be 0."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def weights(model):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5])
 def test_the_learning_rate_is_that_of_transformers(fraction):
-    """Its schedule is the reference: from 0 up in the warm-up, then linearly to 0."""
+    """Against the schedule of transformers: linear warm-up from 0, then linear decay to 0."""
     num_steps = count_steps(10, 4, 7.0)
     assert num_steps == 21
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -60,7 +60,7 @@ def test_the_learning_rate_is_that_of_transformers(fraction):
 
 
 def test_training_is_adam_with_decoupled_decay_and_clipping():
-    """Written out once more: three examples short of whole batches, clipped, without decay of vectors."""
+    """Against a plain loop: an incomplete last batch, clipping, and no weight decay of vectors."""
     model, plain = Model(), Model()
     trained = train(model, seed=5, clip_grad=0.3)
     assert (trained.num_steps, trained.diverged) == (9, False)

@@ -42,7 +42,7 @@ def test_f1_of_the_positive_class_by_its_definition(pairs):
 
 
 def ranks(values):
-    """Places from 1, equal values sharing the mean of theirs."""
+    """Ranks from 1; equal values share the mean of theirs."""
     return [(sum(v < x for v in values) + 1 + sum(v <= x for v in values)) / 2 for x in values]
 
 

@@ -31,7 +31,7 @@ def change(path: Path, **entries: object) -> None:
 
 @pytest.mark.parametrize("placement", ["pre", "post"])
 def test_a_checkpoint_computes_what_our_own_model_does(corpus, tmp_path, placement):
-    """The hidden states and the pooled output, which heads get, of a model that was read from a checkpoint of ours."""
+    """Hidden states and pooled output, the input of heads, of a model read from a checkpoint of this project."""
     save_trained(bert_config(corpus, norm_placement=placement), tmp_path)
     pretrained = load_pretrained(str(tmp_path), None, HEAD)
     theirs = pretrained.new_model(num_outputs=3, seed=0, dropout=0.0).eval()
@@ -79,7 +79,7 @@ def test_a_model_without_pooler_gets_one_by_the_seed(folder):
 
 
 def test_any_encoder_of_transformers(model_folder, tmp_path):
-    """RoBERTa counts its positions from behind the padding, and has no token types."""
+    """RoBERTa numbers its positions from after the padding id, and has no token types."""
     config = RobertaConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=20, type_vocab_size=1, pad_token_id=0,
@@ -135,7 +135,7 @@ def test_another_tokenizer_given_by_hand(folder, corpus, tmp_path):
 
 
 def test_another_tokenizer_for_a_model_with_a_head(folder, corpus):
-    """Which is no model that this project could have."""
+    """Such a model cannot come from this project."""
     BertForSequenceClassification.from_pretrained(folder, num_labels=3).save_pretrained(folder)
     files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
     assert load_pretrained(str(folder), files, HEAD).max_length == 32

@@ -37,7 +37,7 @@ def test_windows_and_where_the_answer_is(encoder):
         assert list(window.encoded.types) == [0] * 4 + [1] * (len(here) + 1)
         assert window.first == 4
         assert [question.context[begin:end] for begin, end in window.spans] == here
-    assert found[0].answer == (0, 0)  # token 7, "lazy", is in none but the second and third
+    assert found[0].answer == (0, 0)  # token 7, "lazy", is in the second and third only
     assert found[1].answer == (4 + 2, 4 + 4)
     assert found[2].answer == (0, 0)  # token 5, "over", is not in the third
     assert text_of(found[1], question, found[1].answer) == "over a lazy"
@@ -49,7 +49,7 @@ def test_a_token_has_most_context_in_one_window(encoder):
     assert sorted(start for starts in owners for start in starts) == sorted(
         {int(start) for window in found for start in window.spans[:, 0]}
     )
-    # token 3 has three neighbours on its poorer side in the first window and none in the second; 6 the other way round
+    # token 3 has a smaller side of 3 tokens in the first window and none in the second; 6 the other way round
     starts = [len(" ".join(WORDS[:number])) + (number > 0) for number in range(12)]
     assert starts[3] in owners[0]
     assert starts[6] in owners[1]
@@ -107,7 +107,7 @@ def test_a_context_without_tokens_has_no_window(encoder):
 
 
 def logits(window, scores):
-    """Zero everywhere but at tokens of the context."""
+    """Zero except at tokens of the context."""
     values = np.zeros(len(window) + 3, dtype=np.float32)
     for token, value in scores.items():
         values[window.first + token] = value

@@ -14,11 +14,11 @@ from megatron01.finetune.squad import Answer, Question, exact_match, f1, score, 
         ("a  fox,  an owl", "fox owl", 1.0, 1.0),
         ("the brown fox", "fox", 0.0, 2 / 3),
         ("fox fox", "fox", 0.0, 2 / 3),
-        ("an", "the", 1.0, 0.0),  # nothing is left of either, so no word is common
+        ("an", "the", 1.0, 0.0),  # both are empty without articles, so no word is common
         ("owl", "fox", 0.0, 0.0),
         ("1,000 boats", "1000 boats", 1.0, 1.0),
         ("fox-owl", "foxowl", 1.0, 1.0),
-        ("theme", "me", 0.0, 0.0),  # only whole words are articles
+        ("theme", "me", 0.0, 0.0),  # only whole words count as articles
         ("It's", "its", 1.0, 1.0),
         ("Zürich", "zürich", 1.0, 1.0),
         ("owl the fox", "fox owl", 0.0, 1.0),

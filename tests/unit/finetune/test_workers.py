@@ -1,4 +1,4 @@
-"""Processes that do runs: what they bring, and how they fail."""
+"""Worker processes that execute runs: their results, and how they fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Bench:
-    """Brings the seed, or fails at seed 2."""
+    """Returns the seed, or fails at seed 2."""
 
     def __init__(self, how: str) -> None:
         self._how = how

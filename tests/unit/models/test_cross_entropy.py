@@ -12,7 +12,7 @@ from megatron01.models.cross_entropy import VocabularyLoss, cross_entropy
 
 
 def projected(hidden, weight, bias, labels, mask, vocab_size):
-    """The same in torch's words, in double precision."""
+    """The same with torch's functions, in double precision."""
     hidden, weight = hidden.double(), weight.double()
     logits = F.linear(hidden, weight, None if bias is None else bias.double())[:, :vocab_size]
     return (F.cross_entropy(logits, labels, reduction="none") * mask).sum() / mask.sum()
@@ -58,7 +58,7 @@ def test_loss_and_gradients_equal_those_of_torch_without_the_padding(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_sixteen_bit_weights_are_added_up_in_fp32(dtype, monkeypatch):
-    """One by one, 16-bit sums of 3000 equal terms would stall; a loss scale of 2**10 multiplies all gradients."""
+    """A running 16-bit sum of 3000 equal terms would stall; a loss scale of 2**10 multiplies all gradients."""
     monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 8 * 2)
     hidden = torch.ones(3000, 2, dtype=dtype, requires_grad=True)
     weight = torch.zeros(8, 2, dtype=dtype, requires_grad=True)
@@ -83,7 +83,7 @@ def test_the_upstream_gradient_is_not_rounded_to_sixteen_bits():
 
 
 class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that an operation inside makes."""
+    """Number of elements of the largest tensor created under this mode."""
 
     elements = 0
 

@@ -1,4 +1,4 @@
-"""Attention inside documents only: a packed sequence computes what its documents compute alone."""
+"""Attention within documents only: a packed sequence gives the same results as its documents alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of freed tensors: what the passes of a model take is what its tensors take."""
+"""Memory of freed tensors: the passes of a model take no more memory than their tensors."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ def resident(field: str) -> int:
 
 
 def peak_and_plan(config: GPTPretrainConfig) -> tuple[int, int]:
-    """By how many bytes this process grows with a model and its passes, and what is planned for these."""
+    """Bytes by which a model and its passes grow this process, and the bytes planned for the passes."""
     torch.set_num_threads(1)
     with torch.device("meta"):
         model = GPT2(config.model, 500)
     planned = pass_bytes(config, model, on_gpu=False, micro_batches=1)
-    torch.ones(1 << 24).sum()  # freed, it lets glibc's threshold grow to the most it can be
+    torch.ones(1 << 24).sum()  # freeing it raises glibc's dynamic threshold to its maximum
     if gives_back_freed_blocks(config.model, "cpu"):
         give_back_freed_blocks()
     pass_through(config_with("none", num_layers=1, batch=1))  # loads the libraries' kernels
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     model = pass_through(config)
-    model = pass_through(config)  # beside the first one's weights and gradients
+    model = pass_through(config)  # while the first one's weights and gradients exist
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return resident("VmHWM") - before, 3 * weights + planned.peak + planned.unused
 
@@ -74,8 +74,8 @@ def peak_and_plan(config: GPTPretrainConfig) -> tuple[int, int]:
 @pytest.mark.slow
 @needs_glibc
 def test_passes_that_recompute_take_what_is_planned() -> None:
-    """Where glibc keeps what is freed, they take 2 times as much, in holes of its heap."""
-    # not in this process, whose allocator belongs to all tests
+    """Where glibc keeps freed blocks, they take twice as much, in holes of its heap."""
+    # in another process, as all tests in this one share its allocator
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         peak, planned = pool.submit(peak_and_plan, config_with("full")).result()
     assert peak == pytest.approx(planned, rel=0.15)

@@ -30,7 +30,7 @@ SHAPES = [  # (changes to the shape, vocabulary, sequences, positions)
 
 
 def randomize(model: torch.nn.Module, seed: int = 0) -> None:
-    """Every parameter random, so that no bias is 0 and no norm the identity; padding rows too: they must not matter."""
+    """Random values everywhere, so that no bias is 0 and no norm the identity; padding rows must not matter."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         center = 1.0 if "norm.weight" in name else 0.0
@@ -75,7 +75,7 @@ def test_gpt2(gpt_config, gpt_batch, changes, vocab_size, batch, seq_length):
     loss.backward()
     expected_loss.backward()
     gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    # their parameters' gradients, in our names; the embedding's is that of both uses, being one tied tensor there too
+    # gradients of transformers, renamed; the embedding is tied there too, so its gradient is that of both uses
     expected_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     for name, gradient in from_hf(expected_gradients, ours.config).items():
         assert_close(gradients[name], gradient)

@@ -1,4 +1,4 @@
-"""What the models do beside agreeing with transformers: masks, recomputation, types, sizes."""
+"""Models beyond parity with transformers: masks, recomputation, dtypes, sizes."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_bert_ignores_what_stands_in_the_padding(bert_config, bert_batch, placem
     assert padding.any()
     changed = batch | {"text": batch["text"].masked_fill(padding, 7), "types": batch["types"].masked_fill(padding, 1)}
     assert {k: v.item() for k, v in model.loss(batch).items()} == {k: v.item() for k, v in model.loss(changed).items()}
-    # a shorter batch without that padding is the same batch
+    # a shorter batch without that padding gives the same loss
     length = int(batch["padding_mask"][1:].sum(1).max())
     assert length < batch["text"].shape[1]
     rows = {key: value[1:] for key, value in batch.items()}
@@ -127,7 +127,7 @@ def test_bert_without_a_masked_token(bert_config, bert_batch, dtype):
 
 
 def as_trained(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the loader makes of a batch."""
+    """The batch as the loader yields it."""
     return {
         name: torch.from_numpy(value) for name, value in model_batch({k: v.numpy() for k, v in batch.items()}).items()
     }
@@ -167,7 +167,7 @@ def test_bert_without_its_padding_is_the_same(bert_config, bert_batch, placement
 
 
 class Synchronizations(TorchDispatchMode):
-    """Counts operations for which the host waits for a GPU."""
+    """Counts operations that make the host wait for a GPU (host syncs)."""
 
     count = 0
 
@@ -207,7 +207,7 @@ def test_sixteen_bit_parameters(gpt_config, bert_config, gpt_batch, bert_batch, 
 
 @pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
 def test_every_parameter_gets_a_gradient(gpt_config, bert_config, gpt_batch, bert_batch, kind):
-    """An unused parameter would have no gradient, which the optimizers' flat buffers do not foresee."""
+    """An unused parameter would have no gradient, which the optimizers' flat buffers do not expect."""
     if kind == "gpt2":
         model, batch = GPT2(gpt_config(), 53), gpt_batch()
     else:
@@ -269,7 +269,7 @@ def test_flops_are_those_of_the_matrix_products(gpt_config, bert_config, gpt_bat
         model, batch = Bert(bert_config(), 53, binary_head=False), bert_batch()
         num_tokens = batch["text"].numel()
         expected_share = (batch["labels"] >= 0).sum().item() / num_tokens
-    # the fused attention of the CPU is not counted, the plain one is
+    # FLOPs of the CPU's fused attention are not counted, those of the plain one are
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         total_loss(model, batch).backward()
     if expected_share is None:
@@ -281,7 +281,7 @@ def test_flops_are_those_of_the_matrix_products(gpt_config, bert_config, gpt_bat
 
 @pytest.mark.parametrize("kind", ["gpt2", *slow_after(0, ["post", "pre"])])
 def test_compiled_layers(gpt_config, bert_config, gpt_batch, bert_batch, kind):
-    """Same gradients as uncompiled, and one compilation for all layers and any number of tokens, masked ones too."""
+    """Same gradients as uncompiled, and one compilation for all layers and any number of tokens, also with a mask."""
     torch.compiler.reset()
     build = gpt_batch if kind == "gpt2" else lambda seed: as_trained(bert_batch(seed=seed))
     model = GPT2(gpt_config(), 53) if kind == "gpt2" else Bert(bert_config(norm_placement=kind), 53, binary_head=True)
@@ -298,7 +298,7 @@ def test_compiled_layers(gpt_config, bert_config, gpt_batch, bert_batch, kind):
 
 @pytest.mark.parametrize("recompute", slow_after(1, ["none", "full", "selective"]))
 def test_gradients_of_compiled_layers_arrive_layer_by_layer(gpt_config, gpt_batch, recompute):
-    """The gradients of a layer are there before the backward pass of the one below begins."""
+    """The gradients of a layer are ready before the backward pass of the layer below begins."""
     torch.compiler.reset()
     events = []
 
@@ -336,7 +336,7 @@ def test_a_model_without_such_layers_is_left_alone():
 
 
 def test_attention_copies_nothing_to_change_a_layout(gpt_config):
-    """Heads are views of the projection, and their gradients are put together in its layout."""
+    """Heads are views of the projection, and their gradients are assembled in its layout."""
     attention = SelfAttention(gpt_config(), causal=True)
     called = []
 
@@ -354,7 +354,7 @@ def test_attention_copies_nothing_to_change_a_layout(gpt_config):
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_kernel_of_attention_has_a_name_and_is_never_cudnns(gpt_config, masked):
     attention = SelfAttention(gpt_config(attention_dropout=0.1), causal=True)
-    assert attention.kernel(3, 11, masked=masked) == "math"  # CPUs have no other one with dropout
+    assert attention.kernel(3, 11, masked=masked) == "math"  # the only one on CPUs with dropout
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

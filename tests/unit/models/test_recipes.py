@@ -19,7 +19,7 @@ VOCAB_SIZES = {
     "gpt2-tiny-5000-vocab.json": 5000,
 }
 CONFIGS = Path(__file__).parents[3] / "configs"
-MILLIONS = {  # without the padding of the vocabulary
+MILLIONS = {  # without vocabulary padding
     "bert/base.yaml": 110.1,
     "bert/large.yaml": 336.2,
     "bert/345m.yaml": 336.2,

@@ -1,4 +1,4 @@
-"""Reads what wandb's own library has written offline: a log in LevelDB's form, of protocol buffers."""
+"""Reads the offline runs of the wandb library: protocol buffers in a log in LevelDB's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHOLE, _LAST = 1, 4
 
 
 def records(run_folder: Path) -> list[Any]:
-    """All records of an offline run's folder, in their order."""
+    """All records of an offline run's folder, in order."""
     from wandb.proto import wandb_internal_pb2
 
     (path,) = run_folder.glob("run-*.wandb")
@@ -43,7 +43,7 @@ def _contents(data: bytes) -> Iterator[bytes]:
 
 
 def history(found: list[Any]) -> list[dict[str, Any]]:
-    """What was logged, call by call."""
+    """The logged values, one entry per call."""
     return [
         {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
         for record in found
@@ -52,6 +52,6 @@ def history(found: list[Any]) -> list[dict[str, Any]]:
 
 
 def axes(found: list[Any]) -> dict[str, str]:
-    """Name or pattern of a metric -> what it is drawn over."""
+    """Name or pattern of a metric -> the metric on its x axis."""
     metrics = [record.metric for record in found if record.WhichOneof("record_type") == "metric"]
     return {metric.name or metric.glob_name: metric.step_metric for metric in metrics}

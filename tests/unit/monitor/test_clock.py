@@ -1,4 +1,4 @@
-"""Time spent in steps, over restarts and ways back, and what hardware can do."""
+"""Training time over restarts and roll-backs, and the peak FLOP/s of hardware."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_peaks_of_hardware() -> None:
     assert peak_of("NVIDIA A100-SXM4-80GB", "bf16") == 312e12 and peak_of("NVIDIA A100-SXM4-80GB", "fp32") == 19.5e12
     assert peak_of("NVIDIA A10G", "fp16") == 70e12 and peak_of("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_of("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
-    assert peak_of("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12  # has none
+    assert peak_of("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12  # has no TF32
     assert peak_of("abacus", "bf16") is None
     cpu = torch.device("cpu")
     assert peak_flops(cpu, "bf16", 8, None) is None and peak_flops(cpu, "bf16", 8, 2.5) == 20e12
@@ -60,7 +60,7 @@ def test_a_heartbeat_tells_whether_an_attempt_has_ended(tmp_path: Path) -> None:
     last = read_heartbeat(path)
     assert last is not None and (last.iteration, last.has_ended) == (3, True)
     restart = Heartbeat(path, resumed_iteration=2).step_done(3)
-    assert restart is not None and restart.lost_steps == 1  # the next attempt reads it all the same
+    assert restart is not None and restart.lost_steps == 1  # the next attempt reads it nevertheless
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"iteration": 1}', '{"iteration": "x", "wall": 1}', "{}"])

@@ -1,4 +1,4 @@
-"""What an interruption cost: steps, and time by clocks that may be set."""
+"""Cost of an interruption: lost steps, and lost time by clocks that may have been set."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def test_the_first_step_after_a_resume_says_what_was_lost(tmp_path, clock):
 @pytest.mark.parametrize(
     ("boot", "since_boot", "wall", "seconds"),
     [
-        ("first", 107.0, -9e8, 7.0),  # the clock was set back: the time since the boot counts
+        ("first", 107.0, -9e8, 7.0),  # the wall clock was set back: the time since the boot counts
         ("first", 107.0, 9e9, 7.0),
-        ("second", 3.0, 5060.0, 60.0),  # another machine, or this one after a reboot: all that is left is the clock
+        ("second", 3.0, 5060.0, 60.0),  # another machine, or this one after a reboot: only the wall clock is left
         ("second", 3.0, 4999.0, None),
         ("", 107.0, 5060.0, 60.0),
     ],
@@ -61,7 +61,7 @@ def test_what_cannot_be_understood_is_no_sign(tmp_path, clock, content):
 def test_another_runs_signs_do_not_count(tmp_path, clock):
     live(tmp_path / "heartbeat", 0, 5)
     assert live(tmp_path / "heartbeat", 0, 1) == [None]  # a new run
-    assert live(tmp_path / "heartbeat", 40, 41) == [None]  # one whose last attempt wrote elsewhere
+    assert live(tmp_path / "heartbeat", 40, 41) == [None]  # one whose last attempt wrote to another folder
 
 
 def test_the_sentence():

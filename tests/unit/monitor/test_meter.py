@@ -51,7 +51,7 @@ def test_a_line_averages_losses_and_adds_up_traffic_since_the_last_one() -> None
 
 
 class DeferredReport:
-    """A report whose kind a processor may still be working on."""
+    """A report whose kind the device may still be computing."""
 
     def __init__(self) -> None:
         self.is_ready = False

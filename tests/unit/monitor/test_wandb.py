@@ -1,4 +1,4 @@
-"""Runs at wandb: what is logged under which names, one run for all attempts, and failures that do not end training."""
+"""Runs on wandb: what is logged under which names, one run for all attempts, and failures that do not end training."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_all_attempts_of_a_run_are_one_run(tmp_path: Path, monkeypatch: pytest.M
 def test_a_job_that_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str | None, is_same: bool
 ) -> None:
-    """Without a checkpoint to go on from, only the launcher's count tells a restart from a new run."""
+    """Without a checkpoint to resume from, only the launcher's count tells a restart from a new run."""
     opened = []
     monkeypatch.setattr(WandbWriter, "_open", lambda self, *arguments: opened.append(self.run))
     with open_recorder(config(tmp_path), SINGLE) as recorder:
@@ -125,7 +125,7 @@ def test_a_damaged_note_of_the_run_means_a_new_one(tmp_path: Path, content: str)
 
 
 class Broken:
-    """A run of wandb's that fails at every turn."""
+    """A wandb run in which every call fails."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -54,7 +54,7 @@ def test_console_lines_are_aligned_and_fit() -> None:
 
 
 def test_console_lines_say_how_long_steps_take_and_what_is_left() -> None:
-    """By the steps themselves at first, then by the clock, which evaluations and checkpoints take too."""
+    """Time left: from step times at first, then from the clock, which includes evaluations and checkpoints."""
     stream, now = io.StringIO(), [100.0]
     console = ConsoleWriter(train_iters=100, stream=stream, clock=lambda: now[0])
     for iteration, now[0] in ((10, 100.0), (20, 200.0), (100, 1000.0)):
@@ -103,7 +103,7 @@ def test_a_resume_drops_the_lines_of_the_lost_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, 5)
     with path.open("a") as file:
-        file.write('{"iteration": 6, "cons')  # cut off in the middle
+        file.write('{"iteration": 6, "cons')  # truncated line
     writer = JsonLinesWriter(path, resumed_iteration=3)
     writer.write(metrics(4))
     writer.close()
@@ -201,7 +201,7 @@ def test_a_missing_library_is_named(
     config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path), **logging))
     with pytest.raises(UserError, match="pip install") as caught:
         open_recorder(config, SINGLE)
-    assert caught.tb is not None  # which keeps what was made alive
+    assert caught.tb is not None  # whose traceback keeps the created objects alive
     opened = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.exists(entry.path)]
     assert str(tmp_path / "metrics.jsonl") not in opened
 

@@ -1,4 +1,4 @@
-"""Adam whose norm is not waited for, as on a GPU, steps to the bit as one that knows it."""
+"""Adam with a deferred gradient norm, as on a GPU, is bit-identical to Adam with a norm that is read at once."""
 
 from __future__ import annotations
 

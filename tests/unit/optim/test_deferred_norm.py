@@ -1,4 +1,4 @@
-"""Norms that the host does not wait for do what those do that it waits for, and are read when somebody asks."""
+"""Deferred norms give the same results as norms that are read at once, and are read (host sync) only on use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_late_norm_clips_as_one_that_is_waited_for(
     deferred = DeferredNorm(add_up(sums).sqrt(), inverse_scale, max_norm, ratio)
     assert math.isclose(
         float(deferred), norm, rel_tol=1e-15
-    )  # not every torch on a CPU rounds its roots to the last bit
+    )  # some CPU builds of torch do not round square roots correctly
     expected = torch.tensor(inverse_scale * clip_coefficient(norm, max_norm), dtype=torch.float32)
     torch.testing.assert_close(deferred.multiplier, expected, rtol=2e-7, atol=0.0)
 
@@ -84,7 +84,7 @@ def test_a_pass_does_what_it_would_have_done_had_the_norm_been_known(
 
 
 class Unread(DeferredNorm):
-    """A norm that counts how often it is waited for."""
+    """A norm that counts its host syncs."""
 
     def __init__(self, norm: float) -> None:
         super().__init__(torch.tensor(norm, dtype=torch.float64), 1.0, None)

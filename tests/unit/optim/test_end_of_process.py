@@ -1,4 +1,4 @@
-"""A process that has used an optimizer ends as one that has not."""
+"""A process that has used an optimizer exits cleanly."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ started.wait()
 
 
 def test_threads_finish_before_the_interpreter_ends() -> None:
-    """Threads of gloo that do not, abort the process: torch gives up tensors there after it has reported success."""
+    """Otherwise gloo's threads abort the process: torch frees tensors there after a collective has reported success."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "let go"), done.stderr

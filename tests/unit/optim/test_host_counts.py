@@ -1,10 +1,10 @@
-"""What steps ask of a GPU's host, counted on a CPU with one rank of many and as many buckets as 345M has on a GPU.
+"""Launches, collectives and host syncs per step, counted on a CPU for one of many ranks, with the GPU buckets of 345M.
 
-The bounds are what is so today, and may only sink. A bucket, of which there are eight at most, takes a dozen launches
-and collectives, or eight where the exchange is flat, however many nodes there are; of gradients in 16 bits it takes
-eight, or five. What a step takes beside them is mostly the norm of a gradient. An exchange reads twice: before errors
-change, as one that is called off sends no results and tensor-parallel ranks agree on it first, and before weights do. A
-full step reads its gradient's norm besides. Other norms are read a step later, when the device has long computed them.
+The bounds are today's counts, and may only be lowered. A bucket, of which there are at most eight, takes a dozen
+launches and collectives, or eight with a flat exchange, for any number of nodes; of 16-bit gradients it takes eight, or
+five. The rest of a step is mostly the gradient norm. An exchange has two host syncs: before residuals change, as an
+exchange that is called off sends no results and tensor-parallel ranks agree on it first, and before weights change. A
+full step also reads its gradient norm. Other norms are read a step later, when the device has long computed them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ OF_NODES = {"auto": {"full": (16, 53, 5), "local": (4, 37, 2), "one_bit": (15, 5
 
 
 class KernelsAsOnGPU(TorchKernels):
-    """Whose calls are counted, not what they do; a call handles a whole bucket, and the host runs ahead.
+    """Counts kernel calls, not their operations; a call handles a whole bucket, and the host runs ahead.
 
-    Those of codecs are counted, too; ``tests/unit/comm/test_triton_codec.py`` shows that each is one launch.
+    Calls of codecs are counted, too; ``tests/unit/comm/test_triton_codec.py`` shows that each is one launch.
     """
 
     def __init__(self, device: torch.device, **_: Any) -> None:
@@ -127,7 +127,7 @@ def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with counted(optimizer) as counts:
         values.view(2, 2)[0].add_(1.0)  # views are free
         assert counts.operations == 1 and counts.host_reads == 0
-        values[values > 1.0].sum().item()  # compares, waits for the number of elements, sums and waits
+        values[values > 1.0].sum().item()  # compare, host sync for the number of elements, sum, host sync
         assert counts.operations >= 4 and counts.host_reads == 2
         if values.any() and values.tolist() and float(values.max()):
             assert counts.host_reads == 5

@@ -55,7 +55,7 @@ def test_a_dynamic_scale_goes_on_from_a_constant_one() -> None:
 
 
 def test_settings_that_have_changed_hold_for_a_run_that_goes_on() -> None:
-    """Another minimum, window and hysteresis than when the state was saved."""
+    """Minimum, window and hysteresis differ from those of the saved state."""
     saved = LossScaler(initial=8.0, window=100, hysteresis=5)
     for _ in range(50):
         saved.update(False)

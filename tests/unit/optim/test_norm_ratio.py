@@ -1,4 +1,4 @@
-"""The ratio of the norm of the mean gradient to that of a replica's own, from which clipping is estimated."""
+"""The ratio of the norm of the mean gradient to the rank-local norm, from which clipping is estimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets that start in the backward pass: on which stream of a GPU they go, with stand-ins for streams."""
+"""Buckets that are sent during the backward pass: the GPU stream of each, with mocked streams."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron01.optim.overlap import EarlyStart, Opened
 
 
 class Stream:
-    """Notes who waits for whom, and which work begins on it."""
+    """Records which stream waits for which, and which work begins on it."""
 
     def __init__(self, name: str, events: list[str]) -> None:
         self._name, self._events = name, events

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer on flat buffers cannot work with as they are: one line that says so, before any step."""
+"""Parameters that an optimizer on flat buffers cannot handle: refused with a one-line error before any step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_tied_weights_come_once() -> None:
     assert optimizer.flat_order == ["embedding.weight"]
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")  # of torch
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate:UserWarning")  # raised by torch
 def test_a_parameter_under_two_names() -> None:
     with pytest.raises(UserError, match=r"embedding\.weight and head\.weight share memory"):
         ZeroOneAdam(tied().named_parameters(remove_duplicate=False), 0.1)
@@ -41,7 +41,7 @@ def test_parameters_that_share_part_of_their_memory() -> None:
 def test_a_model_that_is_moved_to_another_device() -> None:
     layout = FlatParameters([NamedParameter("weight", nn.Parameter(torch.ones(3)), 0)], 32)
     layout.check_unchanged()
-    layout.device = torch.device("meta")  # as if it had been built there
+    layout.device = torch.device("meta")  # as if the optimizer had been built there
     with pytest.raises(UserError, match="weight was on meta when the optimizer was built, and is on cpu now"):
         layout.check_unchanged()
 

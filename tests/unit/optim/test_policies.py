@@ -37,7 +37,7 @@ def test_the_variance_freezes_at_the_first_interval_above_one_or_at_the_given_st
     schedule = LRSchedule(style="linear", peak_lr=1.0, warmup_steps=10, total_steps=1000)
     policy = build_sync_policy("schedule", schedule, 16)
     first_local = next(t for t in range(1000) if policy.interval(t) > 1)
-    assert first_local == 505  # linear: half of the way down
+    assert first_local == 505  # linear decay: half of the peak
     refreshed = [t for t in range(1000) if VariancePolicy(16, None, policy).refreshes(t)]
     assert max(refreshed) < first_local
     assert max(t for t in range(1000) if VariancePolicy(16, 100, policy).refreshes(t)) < 100

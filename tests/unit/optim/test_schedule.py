@@ -1,4 +1,4 @@
-"""Learning-rate schedules: formulas, ends, and mistakes."""
+"""Learning-rate schedules: formulas, end points, and invalid settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled updates do what the specification does: on CPUs, and by Triton in its interpreter or on a GPU."""
+"""The compiled updates give the results of the reference: on CPUs, and by Triton in its interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Coefficients, Ke
 from tests.triton_setup import DEVICE, has_triton
 from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, assert_same, coefficients, problem
 
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning:triton")  # NumPy, interpreting
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning:triton")  # of the interpreter
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ Backend = tuple[torch.device, Callable[[torch.device], Kernels]]
 
 
 def both(backend: Backend, use: Callable[[Problem], list[torch.Tensor]], **options: Any) -> None:
-    """Check that ``use`` gives, and leaves in a ``problem(**options)``, the same with the back end as specified."""
+    """Check that ``use`` returns, and leaves in ``problem(**options)``, the same with the back end as the reference."""
     results = []
     for device, kernels in (backend, (CPU, TorchKernels)):
         given_problem = problem(device, kernels, **options)
@@ -63,7 +63,7 @@ def both(backend: Backend, use: Callable[[Problem], list[torch.Tensor]], **optio
         (phase, rule)
         for phase in PHASES
         for rule in Rule
-        if phase != "synchronize with gradients" or rule is Rule.SOFT_SIGN  # the others' exchange replaces the gradient
+        if phase != "synchronize with gradients" or rule is Rule.SOFT_SIGN  # other exchanges replace the gradient
     ],
 )
 @pytest.mark.parametrize("state_dtype", [FP32, BF16])
@@ -194,7 +194,7 @@ def test_copies_to_and_from_flat_buffers(dtypes: tuple[torch.dtype, ...]) -> Non
 def test_dead_elements(backend: Backend, block_size: int, threshold: float, state_dtype: torch.dtype) -> None:
     def use(given_problem: Problem) -> list[torch.Tensor]:
         flat, v = given_problem.flat, given_problem.local.v
-        # roots that are all equal, and so the mean; and all 0
+        # a block whose roots all equal their mean, and a block of zeros
         v[:block_size], v[2 * block_size : 3 * block_size] = 4.0, 0.0
         for block, length in enumerate(flat.blocks.lengths.tolist()):
             v[block * block_size + length : (block + 1) * block_size] = 0.0
@@ -278,7 +278,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 def run(
     new: Callable[..., Any], device: torch.device, backend: str, steps: int
 ) -> tuple[list[torch.Tensor], list[Any]]:
-    """All of an optimizer's state and the weights after some steps, and the reports."""
+    """State, weights and reports of an optimizer after some steps."""
     generator = torch.Generator().manual_seed(0)
 
     def parameter(*shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
@@ -317,7 +317,7 @@ def run(
 @pytest.mark.parametrize("backend", [pytest.param("cpu"), pytest.param("triton", marks=BACKENDS[1].marks)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_whole_runs(name: str, backend: str) -> None:
-    """Several steps of one replica: with a missing gradient, an overflow, and a parameter that is frozen."""
+    """Several steps of one replica: with a missing gradient, an overflow, and a frozen parameter."""
     device = DEVICE if backend == "triton" else CPU
     ours, our_reports = run(OPTIMIZERS[name], device, backend, 9)
     theirs, their_reports = run(OPTIMIZERS[name], CPU, "reference", 9)

@@ -1,4 +1,4 @@
-"""Arguments out of range, and what people do to a model or an optimizer later that would go wrong in silence."""
+"""Arguments out of range, and later changes to a model or an optimizer that would otherwise fail silently."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron01.optim.specs import adaptive_arguments
 
 
 def test_weights_that_lie_in_another_order_than_when_it_was_built_are_refused() -> None:
-    """The master weights are in the old order: written to the new one, they would come out permuted."""
+    """The master weights keep the old memory order: copied to the new one, they would be permuted."""
     layer = nn.Conv2d(4, 8, 3)
     optimizer = ZeroOneAdam(layer.named_parameters(), 1e-3)
     layer.to(memory_format=torch.channels_last)
@@ -49,7 +49,7 @@ def test_a_parameter_that_was_frozen_when_it_was_built_cannot_be_thawed_in_silen
 
 
 def test_a_torch_scheduler_on_it_is_not_ignored_in_silence() -> None:
-    """The learning rate comes from the schedule, from which the replicas also know when to synchronize."""
+    """The learning rate comes from the schedule, which also determines when replicas synchronize."""
     parameter = nn.Parameter(torch.ones(4))
     optimizer = ZeroOneAdam([parameter], 1e-2)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -95,7 +95,7 @@ def test_weights_written_into_the_model_are_not_overwritten_in_silence(write: An
 
 
 def test_weights_that_were_exchanged_and_put_back_are_no_mistake() -> None:
-    """Evaluating an average of the weights does so."""
+    """Evaluation of averaged weights does this."""
     layer = nn.Linear(4, 4)
     optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1)
     for _ in range(3):
@@ -218,7 +218,7 @@ def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
 
 
 def test_a_loss_scaler_that_nobody_asks_is_not_ignored_in_silence() -> None:
-    """Gradients would be divided by a scale that the loss was never multiplied by."""
+    """Gradients would be divided by a loss scale that the loss was never multiplied by."""
     parameter = nn.Parameter(torch.ones(5))
     optimizer = ZeroOneAdam([parameter], 0.1, loss_scaler=LossScaler(initial=64.0))
     parameter.square().sum().backward()
@@ -229,7 +229,7 @@ def test_a_loss_scaler_that_nobody_asks_is_not_ignored_in_silence() -> None:
     optimizer.step()
     by_hand = ZeroOneAdam([nn.Parameter(torch.ones(5))], 0.1, loss_scaler=LossScaler(constant=64.0))
     by_hand.param_groups[0]["params"][0].grad = torch.ones(5)
-    by_hand.step()  # a constant one is known without asking
+    by_hand.step()  # with a constant scale, scale_loss is not required
 
 
 @pytest.mark.parametrize("state", [None, [], {}])

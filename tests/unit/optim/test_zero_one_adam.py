@@ -1,4 +1,4 @@
-"""ZeroOneAdam on one replica: as a torch optimizer in anybody's loop, and next to torch's Adam."""
+"""ZeroOneAdam on one replica: as a torch optimizer in a plain training loop, and against torch's Adam."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_without_compression_and_local_steps_and_with_every_refresh_it_is_adam()
         sync_policy="every",
         variance_kappa=10**6,
         variance_decay="per_refresh",
-        step_bound=None,  # Adam moves a weight by more than a rate now and then
+        step_bound=None,  # Adam sometimes moves a weight by more than the learning rate
     )
     losses = train(ours, optimizer, steps)
     assert losses == pytest.approx(train(torchs, torch.optim.Adam(torchs.parameters(), lr=lr), steps), rel=1e-4)
@@ -60,7 +60,7 @@ def test_without_compression_and_local_steps_and_with_every_refresh_it_is_adam()
 
 
 def test_weight_decay_is_that_of_adamw() -> None:
-    """Also over local steps, where it works through the product P; here the gradient is always 0."""
+    """Also over local steps, where it acts through the product P; here the gradient is always 0."""
     schedule = LRSchedule(style="cosine", peak_lr=0.1, total_steps=60)
     one = nn.Parameter(torch.ones(10))
     other = nn.Parameter(torch.ones(10))

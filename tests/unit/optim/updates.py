@@ -44,7 +44,7 @@ PHASES = {
 
 @dataclass
 class Problem:
-    """Parameters, gradients and state with random content; the same on any device."""
+    """Parameters, gradients and state with random values, the same on any device."""
 
     flat: FlatParameters
     local: LocalUpdate
@@ -122,7 +122,7 @@ def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coe
 
 
 def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    """Equal but for the order in which an expression rounds: a rounding unit or two of each type, and of sums."""
+    """Equal up to rounding: an expression or sum in another order may differ by a unit or two of its dtype."""
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         unit = {FP32: 2e-6, FP16: 1e-3, BF16: 8e-3}.get(one.dtype, 0.0)
         torch.testing.assert_close(one, other, rtol=2 * unit, atol=unit, equal_nan=True, msg=f"tensor {index}")

@@ -16,7 +16,7 @@ TORCHRUN = {
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "1234",
 }
-# As SLURM 22.05 sets them: the step's task, the batch script, and the shell of an interactive salloc.
+# As set by SLURM 22.05: the step's task, the batch script, and the shell of an interactive salloc.
 JOB = {
     "SLURM_JOB_ID": "17",
     "SLURM_JOB_NODELIST": "vn[1-2]",

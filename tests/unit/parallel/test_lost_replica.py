@@ -1,4 +1,4 @@
-"""Which errors of collectives mean that a peer is lost, and what is told of them."""
+"""Which errors of collectives mean a lost rank, and the message that is reported."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AT = "\n\nAt:\n  /somewhere/megatron01/optim/adam.py(51): <lambda>\n"
     [
         (PLACE + "Connection closed by peer [127.0.0.1]:1234", "Connection closed by peer [127.0.0.1]:1234"),
         (PLACE + "Application timeout caused pair closure", "Application timeout caused pair closure"),
-        # through the hook of DistributedDataParallel, which loses the place
+        # through the hook of DistributedDataParallel, which drops the source location
         (CALLBACK + "Application timeout caused pair closure" + AT, "Application timeout caused pair closure"),
         (CALLBACK + "Timed out waiting 9000ms for send operation to complete" + AT,
          "Timed out waiting 9000ms for send operation to complete"),

@@ -1,4 +1,4 @@
-"""Process groups that never open."""
+"""Process groups whose initialization never completes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How parameters are cut, and put together again in another number of parts."""
+"""How parameters are sharded, and resharded for another tensor-parallel size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_cutting_anew_loses_and_adds_nothing(units: int, unit: int, dim: int, be
     cut = Partition(dim, unit)
     whole = torch.rand((units * unit, 3) if dim == 0 else (3, units * unit)) + 1.0
     saved = pieces(whole, cut, before)
-    assert sum(float(part.count_nonzero()) for part in saved) == whole.numel()  # all of it once, the rest is padding
+    assert sum(float(part.count_nonzero()) for part in saved) == whole.numel()  # no element twice, the rest is padding
     for number, expected in enumerate(pieces(whole, cut, after)):
         part = torch.zeros_like(expected)
         for its_number, source in enumerate(saved):

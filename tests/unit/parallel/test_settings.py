@@ -1,4 +1,4 @@
-"""Settings that do not go with tensor parallelism, and what else counts replicas by them."""
+"""Settings that exclude tensor parallelism, and what else depends on the number of replicas."""
 
 from __future__ import annotations
 

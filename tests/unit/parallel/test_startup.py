@@ -18,11 +18,11 @@ from megatron01.parallel.startup import gpu_index, share_of_cores
 @pytest.mark.parametrize(
     ("own", "neighbours", "threads"),
     [
-        ([0, 1, 2, 3], [[0, 1, 2, 3]], 4),  # alone
-        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 2, 2),  # torchrun: all share all
-        ([0, 1], [[0, 1], [2, 3]], 2),  # srun: bound to cores of its own
+        ([0, 1, 2, 3], [[0, 1, 2, 3]], 4),  # one process
+        ([0, 1, 2, 3], [[0, 1, 2, 3]] * 2, 2),  # torchrun: all ranks share all cores
+        ([0, 1], [[0, 1], [2, 3]], 2),  # srun: each rank is bound to its own cores
         ([0, 1], [[0, 1]] * 4, 1),  # more replicas than cores
-        ([0, 1, 2], [[0, 1, 2]] * 3, 1),  # thirds add up to one
+        ([0, 1, 2], [[0, 1, 2]] * 3, 1),  # thirds of the cores add up to one
     ],
 )
 def test_cores_are_shared(own: list[int], neighbours: list[list[int]], threads: int) -> None:
@@ -93,7 +93,7 @@ TOO_OLD = (
 @pytest.mark.parametrize(
     ("device", "reason", "words"),
     [
-        ("gloo", TOO_OLD, None),  # device auto
+        ("gloo", TOO_OLD, None),  # --device auto
         (
             "auto",
             TOO_OLD,

@@ -1,4 +1,4 @@
-"""The program, run in the source folder."""
+"""Runs the program in the source folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def run_program(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """From arguments to what is printed; with a ``status`` other than None, to what is printed as error."""
-    monkeypatch.chdir(ROOT)  # the recipes name vocabularies relative to it
+    """Map arguments to standard output, or to standard error where a ``status`` other than None is expected."""
+    monkeypatch.chdir(ROOT)  # vocabulary paths in the recipes are relative to it
 
     def run(*argv: str, status: int | None = None) -> str:
         with pytest.raises(SystemExit) as caught:

@@ -1,4 +1,4 @@
-"""``megatron01 schedule`` from its command line to what it prints and writes."""
+"""``megatron01 schedule``: command line, printed output and files."""
 
 from __future__ import annotations
 

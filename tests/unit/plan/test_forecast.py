@@ -1,4 +1,4 @@
-"""``megatron01 plan`` from its command line to what it prints."""
+"""``megatron01 plan``: command line and printed output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_forecast(run: Any) -> None:
     )
     assert "recommended: zero_one_adam" in printed and "--optimizer zero_one_adam --sync-policy schedule" in printed
     scaling = [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in (["16"], ["128"])]
-    assert scaling == [["2", "16"], ["16", "128"]]  # however they were given
+    assert scaling == [["2", "16"], ["16", "128"]]  # sorted, although given as 16 2
     assert max(map(len, printed.splitlines())) <= 130
 
 
@@ -53,7 +53,7 @@ def test_parts_of_a_model_share_the_link(run: Any) -> None:
     assert half["tokens_per_step"] == whole["tokens_per_step"] / 2
     one, other = (run["runs"][0]["kinds"]["full"] for run in (whole, half))
     assert other["compute"] == pytest.approx(one["compute"] / 2)
-    # the same bytes cross, and hide behind a backward pass of half the length
+    # the same bytes are sent, and overlap with a backward pass of half the length
     hidden = 2 / 3 * one["compute"]
     assert other["exposed"] + hidden / 2 == pytest.approx(one["exposed"] + hidden, rel=0.05)
 
@@ -72,7 +72,7 @@ def test_mistakes_in_one_line(run: Any) -> None:
 
 
 def test_the_published_profile() -> None:
-    """With the link fitted to one row, the others of Ethernet follow; those of InfiniBand do not scale as any ring."""
+    """A link rate fitted to one row predicts the other rows of Ethernet; InfiniBand's do not scale like any ring."""
     ethernet, infiniband = (check_profile(network) for network in ("Ethernet", "InfiniBand"))
     for one in ethernet:
         assert one.fitted == pytest.approx(one.row.all_reduce, rel=0.07)

@@ -1,4 +1,4 @@
-"""Where a run goes on in its training data: in the same order, or at the beginning of a new one."""
+"""Where a resumed run continues in its training data: in the same order, or at the beginning of a new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megatron01.training.data import DataOrder, Progress, build_in_order, saved_
 
 @dataclass
 class Data:
-    """A dataset whose order depends on the epochs it takes, 100 samples each, as those of BERT and GPT-2."""
+    """A dataset whose order depends on its number of epochs, of 100 samples each, as with BERT and GPT-2."""
 
     length: int
     name: str
@@ -46,11 +46,11 @@ def test_a_run_and_its_continuation() -> None:
     assert (length, first) == (90, DataOrder("a 1", 0))
     assert order(Progress(10, 30, first), "a") == (90, first)
     assert order(Progress(30, 90, first), "a") == (90, first)  # nothing is left to train
-    assert order(Progress(10, 30, None), "a") == (90, first)  # a checkpoint that does not know its order
+    assert order(Progress(10, 30, None), "a") == (90, first)  # a checkpoint without a recorded order
 
 
 def test_another_order_is_taken_from_its_beginning() -> None:
-    """The second phase: it begins after 10 steps of 3 samples and goes on for 20."""
+    """A second phase: it begins after 10 steps of 3 samples and takes 20 steps."""
     _, first = order(Progress(), "a")
     length, second = order(Progress(10, 30, first), "b")
     assert (length, second) == (60, DataOrder("b 1", 30))

@@ -1,4 +1,4 @@
-"""What is decided, and said, about GPUs: none of this needs one."""
+"""Decisions and messages about GPUs; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is told of a GPU that is not there; a test may change it."""
+    """Properties of a mocked GPU; a test may change them."""
     told = SimpleNamespace(capability=(9, 0), serves=True, name="NVIDIA H100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: told.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: told.name)
@@ -64,7 +64,7 @@ def test_without_a_compiler_somewhere_no_rank_compiles_by_default(gpu: Any, monk
     is_compiled, (note,) = decide_compilation(settings(), group(GPU, "no gcc on node7"))
     assert not is_compiled and note == "layers are not compiled: no gcc on node7"
     gpu.serves = False
-    assert decide_compilation(settings(), group(GPU)) == (False, [])  # another note says so
+    assert decide_compilation(settings(), group(GPU)) == (False, [])  # another note reports it
     monkeypatch.setattr(trainer.shutil, "which", lambda name: None)
     with pytest.raises(UserError, match=r"a compiler of C, and there is no .* or leave out --torch-compile"):
         decide_compilation(settings(True), group(GPU))

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, parts: int = 1) -> MemoryCheck:
-    """That of the first process of a node, of which ``parts`` are a replica."""
+    """The memory check of the first process of a node, where ``parts`` processes form a replica."""
     monkeypatch.setattr(memory_check, "_free_bytes", lambda device, local: free)
     group = ReplicaGroup(
         rank=0,
@@ -43,7 +43,7 @@ def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, p
 
 
 def missing(check: MemoryCheck, config: PretrainConfig, build: Callable[[], nn.Module]) -> str | None:
-    """What is said before the model is there."""
+    """The error message before the model is built, or None."""
     try:
         check.require_before_building(config, build)
     except UserError as error:
@@ -135,7 +135,7 @@ def test_gradients_that_are_added_up_in_fp32_count(monkeypatch: pytest.MonkeyPat
         with pytest.raises(UserError, match="too little") as caught:
             check.require(config, gpt())
         needed.append(int(str(caught.value).split()[2]))
-    assert needed[1] - needed[0] == pytest.approx((4 - 2) * NUM_PARAMETERS / 1000, abs=2)  # instead of 16 bit
+    assert needed[1] - needed[0] == pytest.approx((4 - 2) * NUM_PARAMETERS / 1000, abs=2)  # instead of 16 bits
 
 
 def test_an_optimizer_that_is_not_chosen_yet_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_an_optimizer_that_is_not_chosen_yet_is_not_counted(monkeypatch: pytest.
     undecided = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, auto=True))
     check = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS)
     assert missing(check, config, gpt) is not None and missing(check, undecided, gpt) is None
-    with pytest.raises(UserError, match="the state of zero_one_adam"):  # now it is
+    with pytest.raises(UserError, match="the state of zero_one_adam"):  # now the optimizer is chosen
         check.require(undecided, gpt())
     check = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS - 1)
     assert "for weights and gradients, but" in (missing(check, undecided, gpt) or "")

@@ -25,7 +25,7 @@ def group():
 
 
 class Model(nn.Module):
-    """Mean of a dropped-out product."""
+    """Sum of a product with dropout."""
 
     def __init__(self, dropout=0.5):
         super().__init__()
@@ -97,7 +97,7 @@ def test_seeding_repeats():
 
 
 class Group:
-    """Two replicas of which the other one answers differently."""
+    """Two replicas, of which the other one reports different values."""
 
     rank = 1
     hosts = ("here", "there")

@@ -1,4 +1,4 @@
-"""Machine code of kernels on disk is never older than any file that it was compiled from."""
+"""Cached machine code of kernels is never older than any file that it was compiled from."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def module_name(path: Path, package: Path) -> str:
 
 
 def evaluate(statement: str, folder: Path, **environment: str) -> list[str]:
-    """Standard output of a statement in a Python process that finds ``megatron01`` in a folder."""
+    """Standard output of a statement in a Python process that imports ``megatron01`` from a folder."""
     found = subprocess.run(
         [sys.executable, "-B", "-c", statement],
         env={**os.environ, "PYTHONPATH": str(folder), **environment},
@@ -58,7 +58,7 @@ def copy_of_package(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_changed_callee_in_another_file_is_seen(tmp_path: Path) -> None:
-    """A chain of kernels through all files with kernels gives the new result after a change at its end."""
+    """A chain of kernels through all files with kernels gives the new result after its last callee has changed."""
     package = copy_of_package(tmp_path)
     files = kernel_files(package)
     assert len(files) >= 3
@@ -73,7 +73,7 @@ def test_changed_callee_in_another_file_is_seen(tmp_path: Path) -> None:
         files[0].write_text(originals[0] + ADDED.format(imports="", body=f"x * {value}"), encoding="utf-8")
         want = str(value * 2 ** (len(files) - 1))
         assert evaluate(call, tmp_path) == [want, "0"]
-        assert evaluate(call, tmp_path) == [want, "1"]  # unchanged files: from disk
+        assert evaluate(call, tmp_path) == [want, "1"]  # unchanged files: a cache hit
 
 
 def test_kernels_are_compiled_in_one_place() -> None:
@@ -86,7 +86,7 @@ def test_kernels_are_compiled_in_one_place() -> None:
 
 
 def names_of_kernels(tree: ast.Module) -> Iterator[str]:
-    """The names that occur in the compiled functions of a file."""
+    """The names used in the compiled functions of a file."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef) and any("compiled" in ast.dump(item) for item in node.decorator_list):
             yield from (part.id for line in node.body for part in ast.walk(line) if isinstance(part, ast.Name))
@@ -110,7 +110,7 @@ def test_without_a_writable_folder_kernels_are_compiled_without_cache(tmp_path: 
     file = kernel_files(package)[0]
     file.write_text(file.read_text(encoding="utf-8") + ADDED.format(imports="", body="x + 1"), encoding="utf-8")
     folders = [path for path in tmp_path.rglob("*") if path.is_dir()]
-    nowhere = tmp_path / "nowhere"  # a file where the folder for caches would be, for those whom modes do not stop
+    nowhere = tmp_path / "nowhere"  # a file in place of the cache folder, as root ignores file modes
     nowhere.touch()
     blocked = file.parent / "__pycache__"
     blocked.touch()

@@ -39,7 +39,7 @@ def test_a_lock_is_for_one_at_a_time_and_for_the_file_that_has_the_name(tmp_path
         with pytest.raises(BlockingIOError):
             open_locked(path)
         path.unlink()
-        with open_locked(path) as second:  # another file by now
+        with open_locked(path) as second:  # a new file
             assert second.read() == b""
     path.write_bytes(b"kept")
     with open_locked(path, create=False) as file:

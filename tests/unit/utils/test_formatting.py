@@ -1,4 +1,4 @@
-"""Numbers for people."""
+"""Human-readable numbers."""
 
 from __future__ import annotations
 

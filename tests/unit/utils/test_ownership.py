@@ -34,7 +34,7 @@ def hold(folder: Path, connection) -> None:
 
 @pytest.fixture
 def other(tmp_path):
-    """A connection to another process that owns ``tmp_path``, and its number."""
+    """A connection to another process that owns ``tmp_path``, and its pid."""
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=hold, args=(tmp_path, there))
     process.start()
@@ -88,7 +88,7 @@ def test_a_job_that_was_killed_is_not(tmp_path, other):
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_an_owner_on_another_machine_counts_as_long_as_it_touches_its_file(tmp_path, monkeypatch, has_locks):
-    """Locks may count on one machine only."""
+    """Locks may work within one machine only."""
     if not has_locks:
         no_locks(monkeypatch)
     file = tmp_path / OWNER_NAME
@@ -110,7 +110,7 @@ def test_without_locks_a_process_of_this_machine_is_looked_for(tmp_path, monkeyp
     (tmp_path / OWNER_NAME).write_text(json.dumps(living))
     with pytest.raises(UserError, match=f"process {os.getpid()}"):
         own(tmp_path)
-    (tmp_path / OWNER_NAME).write_text(json.dumps(living | {"started": "12"}))  # another one of the same number
+    (tmp_path / OWNER_NAME).write_text(json.dumps(living | {"started": "12"}))  # another process with the same pid
     own(tmp_path).release()
 
 

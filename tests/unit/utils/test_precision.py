@@ -1,4 +1,4 @@
-"""A GPU without the arithmetic that is asked for, as torch describes it; no GPU is needed."""
+"""A GPU without the requested precision, as torch reports it; no GPU is needed."""
 
 from __future__ import annotations
 

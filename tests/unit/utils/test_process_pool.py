@@ -1,4 +1,4 @@
-"""Worker processes: results, reports, and every way in which they or their parent may end."""
+"""Worker processes: results, reports, and every way in which they or their parent may exit."""
 
 from __future__ import annotations
 

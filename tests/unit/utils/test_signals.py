@@ -117,7 +117,7 @@ def test_signals_wait_until_processes_have_been_started():
     before = signal.getsignal(signal.SIGTERM)
     started = []
     with pytest.raises(Stopped), StopRequest(None) as stop, stop.interrupting(), holding_signals_back():
-        # reaches the thread that watches for signals, whatever this one blocks
+        # delivered to the thread that watches for signals, whatever this one blocks
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
         show = "import signal; print(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
