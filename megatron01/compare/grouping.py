@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron01.compare.runs import Column, Run
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
-from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of
+from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of, optimizers
 from megatron01.errors import UserError
 
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
@@ -187,8 +187,20 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
 def _compared(run: Run) -> dict[str, str]:
     if not run.settings:  # unknown settings: a group of its own
         return {"run": run.name}
-    chosen = {key: value for key, value in run.settings.items() if not key.startswith(_NOT_COMPARED)}
+    unused = _unused(run)
+    chosen = {
+        key: value for key, value in run.settings.items() if not key.startswith(_NOT_COMPARED) and key not in unused
+    }
     return chosen | {"replicas": str(run.replicas or "")}
+
+
+def _unused(run: Run) -> set[str]:
+    """Settings of other optimizers that the run's does not read; defaults of them may differ between versions."""
+    spec = _spec(run)
+    if spec is None:
+        return set()
+    named = {name for other in optimizers().values() for name in (*other.own_settings, *other.planned_settings)}
+    return {f"optimizer.{name}" for name in named - {*spec.own_settings, *spec.planned_settings}}
 
 
 def _label(run: Run, firsts: Sequence[Run], leaving_out: str = "") -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron01.compare.grouping import NEVER_FROZE, NEVER_LEFT_FULL, sections
 from megatron01.compare.runs import read_run
 from tests.unit.compare.folders import line, lines, write_family, write_run
@@ -106,3 +108,19 @@ def test_runs_without_settings_stand_alone(tmp_path: Path) -> None:
     known, unknown = sections([*map(read_run, folders), read_run(write_run(tmp_path / "known", lines()))])
     assert [group.label for group in unknown.groups] == ["a", "b"] and not known.differs
     assert unknown.differs == "their settings are not known"
+
+
+@pytest.mark.parametrize(("optimizer", "groups"), [("adam", 1), ("one_bit_adam", 1), ("zero_one_adam", 2)])
+def test_settings_that_an_optimizer_does_not_read_make_no_group(tmp_path: Path, optimizer: str, groups: int) -> None:
+    runs = [
+        read_run(
+            write_run(
+                tmp_path / policy.replace(":", "-"),
+                [one | {"optimizer": optimizer} for one in lines()],
+                optimizer__optimizer=optimizer,
+                optimizer__sync_policy=policy,
+            )
+        )
+        for policy in ("schedule", "schedule:2")
+    ]
+    assert len(sections(runs)[0].groups) == groups
