@@ -139,7 +139,7 @@ class Workshop:
         output = call(command, folder / "output.txt")
         found = of_digits(output) if run.kind == "digits" else of_pretraining(folder / "run" / "metrics.jsonl")
         self._write(run, found | {"command": shlex.join(["python", *command[1:]])})
-        say(f"{run}: ended at {found['score']}")
+        say(f"{run}: " + ("diverged" if found["score"] is None else f"ended at {found['score']:.4f}"))
 
     def _start(self, seed: int) -> Path:
         """Checkpoint of an untrained BERT initialized by ``attend_to_neighbours``: the same for every optimizer."""

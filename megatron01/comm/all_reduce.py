@@ -193,9 +193,8 @@ class DenseAllReduce:
             if by_node:
                 first = min(start + self._local.rank * part, end)
                 last = min(first + part, end)
-                counted = None if self._counted is None else self._counted[first:last]
                 elements = self._elements(sent, blocks).unflatten(-1, (-1, self._block_size))
-                squares = square_of_blocks(elements, last - first, counted, common[INVERSE_SCALE_WORD])
+                squares = square_of_blocks(elements, (first, last), self._counted, common[INVERSE_SCALE_WORD])
                 header = Header(common[STATUS_WORD], common[INVERSE_SCALE_WORD], squares)
                 self._kernels.finish_rows(sent, header)
         yield self._across.all_to_all(received, sent, sealed=True)

@@ -261,9 +261,7 @@ class OneBitAllReduce(Exchange):
         local.check(received, found)
         squares = header[SQUARE_SUM_WORD]
         if self._by_node:
-            counted = None if self._counted is None else self._counted[slice(*payload.shard)]
-            blocks = mean.view(-1, self._block_size)
-            squares = square_of_blocks(blocks, blocks.size(0), counted)
+            squares = square_of_blocks(mean.view(-1, self._block_size), payload.shard, self._counted)
         self._send(bucket, Header(header[STATUS_WORD], header[INVERSE_SCALE_WORD], squares))
 
     def _send(self, bucket: int, header: Header) -> None:

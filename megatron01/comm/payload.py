@@ -444,17 +444,18 @@ def square(values: torch.Tensor) -> float:
 
 
 def square_of_blocks(
-    values: torch.Tensor, num_blocks: int, counted: torch.Tensor | None, scale: torch.Tensor | float = 1.0
+    values: torch.Tensor, blocks: tuple[int, int], counted: torch.Tensor | None, scale: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
     """fp32[] on the device: sum of squares of ``values`` (any type, [..., block_size]) times ``scale``.
 
     Args:
-        num_blocks: only the first ``num_blocks`` blocks, in memory order, are summed.
-        counted: bool[num_blocks], those of them that count; None for all.
+        blocks: first and last + 1 block of the buffer that ``values`` hold, in memory order; what follows is padding.
+        counted: bool[blocks of the buffer], those that are summed; None for all.
     """
-    norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).view(-1)[:num_blocks] * scale
+    first, last = blocks
+    norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).view(-1)[: last - first] * scale
     if counted is not None:
-        norms = torch.where(counted, norms, 0.0)  # indexing with a mask would be a host sync
+        norms = torch.where(counted[first:last], norms, 0.0)  # indexing with a mask would be a host sync
     total: torch.Tensor = norms.dot(norms)
     return total
 

@@ -196,10 +196,11 @@ def _compared(run: Run) -> dict[str, str]:
 
 def _unused(run: Run) -> set[str]:
     """Settings of other optimizers that the run's does not read; defaults of them may differ between versions."""
-    spec = _spec(run)
-    if spec is None:
+    known = optimizers()
+    spec = known.get(run.optimizer)
+    if spec is None:  # an optimizer of a user's may read any
         return set()
-    named = {name for other in optimizers().values() for name in (*other.own_settings, *other.planned_settings)}
+    named = {name for other in known.values() for name in (*other.own_settings, *other.planned_settings)}
     return {f"optimizer.{name}" for name in named - {*spec.own_settings, *spec.planned_settings}}
 
 

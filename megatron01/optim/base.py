@@ -626,7 +626,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """What can be sent before the backward pass of this step has ended; None if nothing."""
         if self._delay:  # x must move by the pending result first
             return None
-        step, scale = self.step_count, self._guard.loss_scale
+        step, scale = self.step_count, self._scale_of_gradients()
         mean = self._gradients.mean(self._averages(step)) if self._sharded is None else self._sharded.gradient_mean
         if mean is not None:
             self._exclude_frozen()
@@ -675,7 +675,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             scaler = self._guard.loss_scaler
             if scaler is not None and not scaler.was_read:
                 raise UserError(
-                    f"loss_scaler is given, but its scale of {scaler.scale:g}, by which gradients are divided, was"
+                    f"loss_scaler is given, but its scale of {scaler.state()[0]:g}, by which gradients are divided, was"
                     " never read: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
                 )
             return self._guard.loss_scale

@@ -27,12 +27,13 @@ def test_it_is_that_of_the_blocks_that_count(dtype: torch.dtype, num_blocks: int
         values[num_blocks // 4] = math.nan
     if counted is not None:
         values.view(3, 4, 16)[torch.arange(12).view(3, 4) % 3 == 1] = math.inf
-    found = square_of_blocks(values, num_blocks, counted, torch.tensor(0.5))
+    mask = None if counted is None else torch.cat([torch.ones(5, dtype=torch.bool), counted])  # of a buffer from 5 on
+    found = square_of_blocks(values, (5, 5 + num_blocks), mask, torch.tensor(0.5))
     assert found.dtype == torch.float32 and float(found) == pytest.approx(0.25 * float(kept.square().sum()), rel=1e-5)
 
 
 def test_what_is_not_finite_shows() -> None:
     values = torch.ones(4, 8)
     values[2, 3] = math.inf
-    assert not square_of_blocks(values, 4, None).isfinite()
-    assert float(square_of_blocks(values, 2, None)) == pytest.approx(16.0)
+    assert not square_of_blocks(values, (0, 4), None).isfinite()
+    assert float(square_of_blocks(values, (0, 2), None)) == pytest.approx(16.0)

@@ -110,7 +110,9 @@ def test_runs_without_settings_stand_alone(tmp_path: Path) -> None:
     assert unknown.differs == "their settings are not known"
 
 
-@pytest.mark.parametrize(("optimizer", "groups"), [("adam", 1), ("one_bit_adam", 1), ("zero_one_adam", 2)])
+@pytest.mark.parametrize(
+    ("optimizer", "groups"), [("adam", 1), ("one_bit_adam", 1), ("zero_one_adam", 2), ("my.Optimizer", 2)]
+)
 def test_settings_that_an_optimizer_does_not_read_make_no_group(tmp_path: Path, optimizer: str, groups: int) -> None:
     runs = [
         read_run(

@@ -222,7 +222,12 @@ def test_a_loss_scaler_that_nobody_asks_is_not_ignored_in_silence() -> None:
     parameter = nn.Parameter(torch.ones(5))
     optimizer = ZeroOneAdam([parameter], 0.1, loss_scaler=LossScaler(initial=64.0))
     parameter.square().sum().backward()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"scale of 64, .*scale_loss"):
+            optimizer.step()
+    optimizer.attach(nn.ParameterList([parameter]))
     with pytest.raises(UserError, match=r"scale of 64, .*scale_loss"):
+        parameter.square().sum().backward()  # where exchanges start in the backward pass, it reads the scale
         optimizer.step()
     optimizer.zero_grad()
     optimizer.scale_loss(parameter.square().sum()).backward()
