@@ -73,7 +73,7 @@ class Doctor:
         check_ranks(board, self.environment, RankInfo(own.node, "", {}, {}), self._timeout, needs_gpus=False)
         board.set(f"seen/{rank}", json.dumps(asdict(own)))
         seen: list[Examination] = []
-        diagnosis = Diagnosis([], [])
+        diagnosis = Diagnosis([], False)
         if rank == 0:
             seen = [Examination(**json.loads(board.get(f"seen/{peer}"))) for peer in range(world_size)]
             diagnosis = diagnose(seen, self.config)

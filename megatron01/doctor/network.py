@@ -28,7 +28,7 @@ Collective = tuple[Callable[[], object], float]
 class Rate:
     """Measured rate of a collective with ``size`` bytes per process, each of which sends at ``megabits`` Mbit/s."""
 
-    what: str
+    collective: str
     among: str
     size: int
     seconds: float
@@ -58,49 +58,50 @@ def measure_network(
 ) -> NetworkReport:
     """Measure the network. Collective; takes some seconds at some Mbit/s. Raises RuntimeError if a rank is lost."""
     leaders = [node[0] for node in group.nodes]
-    everybody = f"{group.world_size} processes"
-    reduce = f"all-reduce ({dist.get_backend(group.process_group)})"
-    scatter = "all-to-all (MPI)" if group.mpi_communicator is not None else reduce.replace("reduce", "to-all")
+    all_ranks = f"{group.world_size} processes"
+    backend = dist.get_backend(group.process_group)
+    reduce = f"all-reduce ({backend})"
+    to_all = f"all-to-all ({backend if group.mpi_communicator is None else 'MPI'})"
     rates = [
-        _grow(group, _all_reduce(group, group.process_group), reduce, everybody, max_bytes),
-        _grow(group, _all_to_all(group, settings), scatter, everybody, max_bytes),
+        _measure(group, _all_reduce(group, group.process_group), reduce, all_ranks, max_bytes),
+        _measure(group, _all_to_all(group, settings), to_all, all_ranks, max_bytes),
     ]
     links: list[tuple[int, int, float]] = []
     if len(leaders) > 1:
         between = dist.new_group(leaders, timeout=timeout)
         if len(leaders) < group.world_size:
             among = f"{len(leaders)} processes, one of each node"
-            rates.append(_grow(group, _all_reduce(group, between), reduce, among, max_bytes, members=leaders))
+            rates.append(_measure(group, _all_reduce(group, between), reduce, among, max_bytes, members=leaders))
         links = _links(group, leaders, between, rates[-1].size)
     shortest, _ = _all_reduce(group, group.process_group)(4)
-    latency = statistics.median(_timed(group, shortest) for _ in range(20))
+    latency = statistics.median(_seconds(group, shortest) for _ in range(20))
     return NetworkReport(latency, rates, links, rates[-1].size, _clocks(group, leaders))
 
 
 def _all_reduce(group: ReplicaGroup, process_group: dist.ProcessGroup | None) -> Callable[[int], Collective]:
-    def prepared(size: int) -> Collective:
+    def prepare(size: int) -> Collective:
         values = torch.zeros(size // 4, dtype=torch.float32, device=group.device)
         members = dist.get_world_size(process_group)
         return lambda: dist.all_reduce(values, group=process_group), 2 * (members - 1) / members * size
 
-    return prepared
+    return prepare
 
 
 def _all_to_all(group: ReplicaGroup, settings: DistributedConfig) -> Callable[[int], Collective]:
     transport = build_topology(group, settings).world
 
-    def prepared(size: int) -> Collective:
+    def prepare(size: int) -> Collective:
         rows = torch.zeros((group.world_size, max(1, size // group.world_size)), dtype=torch.uint8, device=group.device)
         received = torch.empty_like(rows)
         return lambda: transport.all_to_all(received, rows).wait(), size * (1 - 1 / group.world_size)
 
-    return prepared
+    return prepare
 
 
-def _grow(
+def _measure(
     group: ReplicaGroup,
     prepare: Callable[[int], Collective],
-    what: str,
+    name: str,
     among: str,
     max_bytes: int,
     *,
@@ -112,31 +113,28 @@ def _grow(
         prepare: function from bytes per process to the collective.
         members: ranks that take part; the others only receive the result.
     """
-    takes_part = members is None or group.rank in members
     size = min(_FIRST_BYTES, max_bytes)
     while True:
         seconds, sent = 0.0, 0.0
-        if takes_part:
+        if members is None or group.rank in members:
             collective, sent = prepare(size)
             collective()  # warm-up: connects, and touches the memory
-            seconds = statistics.median(_timed(group, collective) for _ in range(3))
+            seconds = statistics.median(_seconds(group, collective) for _ in range(3))
         seconds, sent = group.maxima([seconds, sent])
         if seconds >= _LONG_ENOUGH or size >= max_bytes:
-            return Rate(what, among, size, seconds, sent * 8e-6 / seconds)
+            return Rate(name, among, size, seconds, sent * 8e-6 / seconds)
         size = min(4 * size, max_bytes)
 
 
-def _timed(group: ReplicaGroup, collective: Callable[[], object]) -> float:
-    _finish(group)
-    began = time.perf_counter()
-    collective()
-    _finish(group)
-    return time.perf_counter() - began
-
-
-def _finish(group: ReplicaGroup) -> None:
+def _seconds(group: ReplicaGroup, operation: Callable[[], object]) -> float:
+    """Seconds of a collective, or of several."""
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
+    start = time.perf_counter()
+    operation()
+    if group.device.type == "cuda":
+        torch.cuda.synchronize(group.device)
+    return time.perf_counter() - start
 
 
 def _links(
@@ -148,27 +146,28 @@ def _links(
         place = leaders.index(group.rank)
         sent = torch.zeros(size, dtype=torch.uint8, device=group.device)
         received = torch.empty_like(sent)
+        operations = [
+            dist.P2POp(dist.isend, sent, leaders[(place + 1) % len(leaders)], between),
+            dist.P2POp(dist.irecv, received, leaders[place - 1], between),
+        ]
+        works: list[dist.Work] = []
+
+        def exchange() -> None:
+            works[:] = dist.batch_isend_irecv(operations)
+            works[-1].wait()  # the receive is measured, however long this node's own send takes
+
         for _ in range(4):  # the first connects; the best is taken
             dist.barrier(group=between)
-            _finish(group)
-            began = time.perf_counter()
-            operations = [
-                dist.P2POp(dist.isend, sent, leaders[(place + 1) % len(leaders)], between),
-                dist.P2POp(dist.irecv, received, leaders[place - 1], between),
-            ]
-            works = dist.batch_isend_irecv(operations)
-            works[-1].wait()  # the receive is measured, however long this node's own send takes
-            _finish(group)
-            megabits = max(megabits, size * 8e-6 / (time.perf_counter() - began))
+            megabits = max(megabits, size * 8e-6 / _seconds(group, exchange))
             for work in works[:-1]:
                 work.wait()
-    everyones = group.gather(megabits)
-    return [(leaders[place - 1], rank, everyones[rank]) for place, rank in enumerate(leaders)]
+    measured = group.gather(megabits)
+    return [(leaders[place - 1], rank, measured[rank]) for place, rank in enumerate(leaders)]
 
 
 def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, float]]:
     """Clock offsets to rank 0, which asks each leader for its time; half the shortest round trip bounds the error."""
-    found: list[tuple[int, float, float]] = []
+    offsets: list[tuple[int, float, float]] = []
     stamp = torch.zeros(1, dtype=torch.float64)
     for peer in (leader for leader in leaders if leader != 0):
         best = (1e9, 0.0)
@@ -183,6 +182,5 @@ def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, f
                 dist.recv(stamp, 0, group=group.control_group)
                 stamp[0] = time.time()
                 dist.send(stamp, 0, group=group.control_group)
-        found.append((peer, best[1], best[0] / 2))
-    asked: list[tuple[int, float, float]] = [tuple(each) for each in group.gather(found)[0]]
-    return asked
+        offsets.append((peer, best[1], best[0] / 2))
+    return [tuple(offset) for offset in group.gather(offsets)[0]]

@@ -64,11 +64,21 @@ def test_a_healthy_cluster_has_no_problem() -> None:
     [
         ({"versions": {"torch": "2.11.0", "NCCL": "2.27.3"}}, {}, "node1 has torch 2.11.0, but node0 has 2.13.0", True),
         ({"versions": {"torch": "2.13.0"}}, {}, "node1 has NCCL not at all, but node0 has 2.27.3", True),
-        ({"gpus": []}, {}, "node1 has 0 GPUs, others 2; see what nvidia-smi says", False),
+        ({"gpus": []}, {}, "node1 has 0 GPUs, others 2; check nvidia-smi there", False),
         ({"gpus": [("x", *H100)]}, {}, "node1 has 1 GPUs, others 2", False),
         ({"gpus": []}, {"expected_gpus": 2}, "ranks 2-3 on node1 sees 0 GPUs, 2 are expected", False),
-        ({"gloo": ("lo", "127.0.0.1"), "addresses": ["127.0.1.1"]}, {}, "the name node1 leads to 127.0.1.1 on", True),
-        ({"gloo": ("lo", "127.0.0.1"), "addresses": []}, {}, "the name node1 leads nowhere on node1, so that", True),
+        (
+            {"gloo": ("lo", "127.0.0.1"), "addresses": ["127.0.1.1"]},
+            {},
+            "host name node1 resolves to 127.0.1.1 on",
+            True,
+        ),
+        (
+            {"gloo": ("lo", "127.0.0.1"), "addresses": []},
+            {},
+            "host name node1 does not resolve on node1, so that",
+            True,
+        ),
         ({"gloo": None, "gloo_variable": "ib9"}, {}, "node1 has no interface ib9, which GLOO_SOCKET_IFNAME", True),
         (
             {"open_files": 229},
@@ -76,10 +86,10 @@ def test_a_healthy_cluster_has_no_problem() -> None:
             "a process on node1 may open 229 files, 6 processes need up to 230: ulimit -n",
             False,
         ),
-        ({"locked_memory": 65536}, {}, "a process on node1 may lock 64 KiB of memory, which InfiniBand", False),
+        ({"locked_memory": 65536}, {}, "a process on node1 may lock 64 KiB of memory, but InfiniBand", False),
         ({"shared_memory": 64 * 2**20}, {}, "/dev/shm on node1 has 64 MiB free, 256 are needed; give", False),
-        ({"free": 10**9}, {"required_gigabytes": 5.0}, ". has 1.0 GB free on node1, 5 are wanted", False),
-        ({"free": None}, {}, "the folder . cannot be looked at on node1", False),
+        ({"free": 10**9}, {"required_gigabytes": 5.0}, ". has 1.0 GB free on node1, 5 are needed", False),
+        ({"free": None}, {}, "the folder . cannot be read on node1", False),
     ],
 )
 def test_a_problem_is_one_line_that_names_the_node(
