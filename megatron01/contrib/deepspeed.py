@@ -43,7 +43,7 @@ class Document:
     auto: Collection[str]
     """Names of the fields that are "auto", for another program to fill in."""
     replicas: int
-    ours: Mapping[str, Any]
+    settings: Mapping[str, Any]
     """Settings of the --config files and flags, by key."""
     learning_rate: float = 0.0
     """The run's peak learning rate, for schedulers that give rates relative to it."""
@@ -62,8 +62,7 @@ class Document:
         return "fp16" if fp16 else "bf16" if bf16 else "fp32"
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """Translation rule of a field.
 
     Attributes:
@@ -84,7 +83,9 @@ class Field:
 
     def settings(self, value: Any, file: Document) -> Values:
         """The settings for a checked value."""
-        return {} if self.sets is None else {self.sets: value} if isinstance(self.sets, str) else self.sets(value, file)
+        if self.sets is None:
+            return {}
+        return {self.sets: value} if isinstance(self.sets, str) else self.sets(value, file)
 
 
 NUMBER, WHOLE, POSITIVE, TRUTH, TEXT = "a number", "a whole number", "a positive whole number", "true or false", "text"
@@ -130,10 +131,8 @@ def resolve_batch(
 ) -> tuple[int, int, int]:
     """Global batch size, micro-batch size and gradient accumulation steps.
 
-    Missing ones are derived by DeepSpeed's rules: with only one batch size, there is one accumulation step.
-
-    Raises:
-        UserError: if the sizes contradict each other or are not positive, or if neither batch size is given.
+    Missing ones are derived by DeepSpeed's rules: with only one batch size, there is one accumulation step. Raises
+    UserError if the sizes contradict each other or are not positive, or if neither batch size is given.
     """
     given = {MICRO: micro, ACCUMULATION: accumulation}
     for name, value in (given | {TOTAL: total}).items():
@@ -149,9 +148,9 @@ def resolve_batch(
     if total is not None and total != product:
         factors = [f"{name} {value}" for name, value in given.items() if value is not None]
         relation = "is not" if len(factors) == 2 else "is not a multiple of"
-        product_in_words = " x ".join([*factors, f"{replicas} replicas"])
+        factors.append(f"{replicas} replicas")
         raise UserError(
-            f"{TOTAL} {total} {relation} {product_in_words}; DeepSpeed refuses this too: change one of them"
+            f"{TOTAL} {total} {relation} {' x '.join(factors)}; DeepSpeed refuses this too: change one of them"
         )
     return product, micro, accumulation
 
@@ -166,7 +165,7 @@ def _batch(name: str) -> Callable[[int, Document], Values]:
     def values(value: int, file: Document) -> Values:
         sizes = {size: file.given.get(size) for size in (TOTAL, MICRO, ACCUMULATION)}
         if sizes[TOTAL] is None and sizes[MICRO] is None and {TOTAL, MICRO} & set(file.auto):
-            micro, total = (file.ours.get(f"training.{size}_batch_size") for size in ("micro", "global"))
+            micro, total = (file.settings.get(f"training.{size}_batch_size") for size in ("micro", "global"))
             if micro is None and total is not None:
                 sizes[TOTAL] = total
             else:
@@ -182,13 +181,13 @@ def _optimizer_type(value: str, file: Document) -> Values:
     if value not in OPTIMIZERS:
         lamb = " (there is no layer-wise optimizer)" if "lamb" in value.lower() else ""
         raise UserError(
-            f"optimizer.type is {value!r}, which is not here{lamb}; expected ZeroOneAdam, OneBitAdam, Adam or AdamW, "
-            "or no section optimizer, and --optimizer bin_sgdm, soft_sign_sgd or sgdm"
+            f"optimizer.type is {value!r}, which is not supported{lamb}; expected ZeroOneAdam, OneBitAdam, Adam or"
+            " AdamW, or no section optimizer, and --optimizer bin_sgdm, soft_sign_sgd or sgdm"
         )
     return {"optimizer.optimizer": OPTIMIZERS[value]}
 
 
-def _as_deepspeed_trains(file: Document) -> Values:
+def _one_bit_defaults(file: Document) -> Values:
     """Settings in which DeepSpeed's 1-bit optimizers differ from those here; the file's learning rate assumes them."""
     values: Values = {}
     if file.optimizer in _ONE_BIT:
@@ -223,8 +222,8 @@ def _cuda_aware(value: bool, file: Document) -> Values:
 def _scheduler_type(value: str, file: Document) -> Values:
     if value not in SCHEDULERS:
         raise UserError(
-            f"scheduler.type is {value!r}, which is not here; expected {', '.join(SCHEDULERS)}, or no section "
-            "scheduler, and --lr-decay-style with --lr-warmup-iters"
+            f"scheduler.type is {value!r}, which is not supported; expected {', '.join(SCHEDULERS)}, or no section"
+            " scheduler, and --lr-decay-style with --lr-warmup-iters"
         )
     present = {*file.given, *file.auto}
     if value in _DECAYING and "scheduler.params.total_num_steps" not in present:
@@ -249,13 +248,9 @@ def _zero_stage(value: int, file: Document) -> Values:
 _P, _S = "optimizer.params", "scheduler.params"
 
 
-def _precision(value: bool, file: Document) -> Values:
-    return {"training.precision": file.precision}
-
-
-def _only(ours: Any) -> Callable[[Any, Document], bool]:
-    """Honoured if the value is ``ours``, the fixed behaviour of this package."""
-    return lambda value, file: value == ours
+def _only(fixed: Any) -> Callable[[Any, Document], bool]:
+    """Honoured if the value is ``fixed``, the behaviour of this package."""
+    return lambda value, file: value == fixed
 
 
 def _is_off(value: Any, file: Document) -> bool:
@@ -296,13 +291,13 @@ FIELDS = {
     f"{_S}.cos_min_ratio": Field(
         NUMBER, lambda v, file: {"optimizer.min_lr": v * file.learning_rate}, 1e-4, ("WarmupCosineLR",)),
     f"{_S}.last_batch_iteration": Field(WHOLE, None, honoured=_only(-1), remark="--load continues a run"),
-    "fp16.enabled": Field(TRUTH, _precision),
+    "fp16.enabled": Field(TRUTH, lambda v, file: {"training.precision": file.precision}),
     "fp16.loss_scale": Field(NUMBER, lambda v, file: {"training.loss_scale": v or None}),
     "fp16.initial_scale_power": Field(POWER, lambda v, file: {"training.initial_loss_scale": 2.0**v}),
     "fp16.loss_scale_window": Field(WHOLE, "training.loss_scale_window"),
     "fp16.hysteresis": Field(WHOLE, "training.hysteresis"),
     "fp16.min_loss_scale": Field(NUMBER, "training.min_loss_scale"),
-    "bf16.enabled": Field(TRUTH, _precision),
+    "bf16.enabled": Field(TRUTH, lambda v, file: {"training.precision": file.precision}),
     "data_types.grad_accum_dtype": Field(
         DATA_TYPE, lambda v, file: {"training.accumulate_grads_in_fp32": v == "fp32"}),
     "gradient_clipping": Field(NUMBER, "optimizer.clip_grad"),
@@ -340,7 +335,7 @@ _NOT_FOLLOWED = {
     "use --save, --load and --save-interval": "checkpoint nebula datastates_ckpt",
     "set batch sizes by hand": "autotuning elasticity",
     "use --tensor-model-parallel-size": "tensor_parallel pipeline",
-    "there is no such thing here": f"{_P}.amsgrad fp16.consecutive_hysteresis sparse_gradients aio expert_parallel"
+    "not supported here": f"{_P}.amsgrad fp16.consecutive_hysteresis sparse_gradients aio expert_parallel"
     " use_data_before_expert_parallelism sparse_attention progressive_layer_drop curriculum_learning data_efficiency"
     " compression_training quantize_training weight_quantization eigenvalue hybrid_engine graph_harvesting",
 }
@@ -393,15 +388,15 @@ _TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 def parse_json(text: str, *, source: str) -> dict[str, Any]:
     """Parse a JSON object; comments and trailing commas are allowed, as in DeepSpeed's reader.
 
-    Raises:
-        UserError: with the name ``source``, if it is not a JSON object, or has a duplicate key.
+    Raises UserError, with the name ``source``, if it is not a JSON object, or has a duplicate key.
     """
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-        if twice:
-            raise UserError(f"{source}: {twice[0]!r} is given twice in one object; keep one of them")
-        return dict(pairs)
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+            raise UserError(f"{source}: {twice!r} is given twice in one object; keep one of them")
+        return unique
 
     def keep_strings(match: re.Match[str]) -> str:
         # and newlines of comments, so that messages name the right line
@@ -428,7 +423,7 @@ class Row(NamedTuple):
     value: str
     here: str
     remark: str
-    honoured: bool
+    honoured: bool = False
 
 
 class Translation(NamedTuple):
@@ -473,8 +468,6 @@ def translate(
     configuration chooses, the --config files, the configuration, flags.
 
     Args:
-        content: the JSON object.
-        replicas: number of replicas, for the batch sizes.
         from_files: values by key of the --config files.
         from_flags: values by key of flags, which the caller applies.
 
@@ -484,39 +477,36 @@ def translate(
     """
     flat = dict(_flatten(content))
     auto = [name for name, value in flat.items() if value == "auto"]
-    stated = {**from_files, **from_flags}
     given, other_rows = _check(flat, auto)
     # the peak rate, when no scheduler of the file sets it
     rates = [from_flags.get("optimizer.lr"), given.get(f"{_P}.lr"), from_files.get("optimizer.lr")]
     rates += [FIELDS[f"{_P}.lr"].default if "optimizer.type" in given else settings.by_key["optimizer.lr"].default]
     rate = float(next(rate for rate in rates if rate is not None))
-    file = Document(given, auto, replicas, stated, rate)
+    file = Document(given, auto, replicas, {**from_files, **from_flags}, rate)
 
-    decided: Values = {}
-    deciders: dict[str, str] = {}  # setting -> the field that set it last
-    suggested: Values = {}
-    outcomes: dict[str, tuple[Values, Values]] = {}  # values that each field sets, and defaults that it suggests
+    sets: dict[str, Values] = {}  # settings by the field of the file that sets them
+    defaults: dict[str, Values] = {}  # DeepSpeed's defaults, by field
     for name, field in FIELDS.items():
         if name in given:
-            values = field.settings(given[name], file)
-            weak = _as_deepspeed_trains(file) if name == "optimizer.type" else {}
+            sets[name] = field.settings(given[name], file)
         elif field.default is not None and name not in flat and _may_have(given, name):
-            values, weak = {}, field.settings(field.default, file)
-        else:
-            continue
-        outcomes[name] = values, weak
-        decided |= values
-        deciders |= dict.fromkeys(values, name)
-        suggested |= weak
-    suggested = {key: value for key, value in suggested.items() if key not in {*stated, *decided}}
+            defaults[name] = field.settings(field.default, file)
+    if file.optimizer:
+        defaults["optimizer.type"] = _one_bit_defaults(file)
+    decided = {key: value for values in sets.values() for key, value in values.items()}
+    set_by = {key: name for name, values in sets.items() for key in values}
+    known = {*file.settings, *decided}
+    suggested = {key: value for weak in defaults.values() for key, value in weak.items() if key not in known}
 
     rows: list[Row] = []
-    for name, (values, weak) in outcomes.items():
-        field, is_given = FIELDS[name], name in given
+    for name, field in FIELDS.items():
+        if name not in {*sets, *defaults}:
+            continue
+        values, is_given = sets.get(name, {}), name in given
         value = given[name] if is_given else field.default
         honoured = field.honoured(value, file)
         # show defaults only if they change something, and None only where the default is another
-        ours = values | {key: suggested[key] for key in weak if key in suggested}
+        ours = values | {key: suggested[key] for key in defaults.get(name, {}) if key in suggested}
         ours = {
             key: setting
             for key, setting in ours.items()
@@ -525,7 +515,7 @@ def translate(
         if not (is_given or ours) and honoured:
             continue
         remarks = ["" if honoured and field.sets is None else field.remark]
-        remarks += [f"{deciders[key]} wins" for key, setting in values.items() if decided[key] != setting]
+        remarks += [f"{set_by[key]} wins" for key, setting in values.items() if decided[key] != setting]
         for key, setting in values.items():
             if from_flags.get(key, setting) != setting:
                 remarks.append(f"the flag {settings.by_key[key].flag} {_text(from_flags[key])} wins")
@@ -568,9 +558,9 @@ def _check(flat: Mapping[str, Any], auto: Collection[str]) -> tuple[Values, list
         section, _, key = name.rpartition(".")
         siblings = [other for other in FIELDS if other.rpartition(".")[0] == section]
         if name in auto:
-            follows = name in (TOTAL, MICRO) and flat.get(ACCUMULATION, "auto") != "auto"
-            remark = "follows from the other sizes" if follows else "left for another program; give it here as a flag"
-            rows.append(Row(name, "auto", "", remark, follows))
+            is_derived = name in (TOTAL, MICRO) and flat.get(ACCUMULATION, "auto") != "auto"
+            remark = "follows from the other sizes" if is_derived else "for another program to fill in; give a flag"
+            rows.append(Row(name, "auto", "", remark, is_derived))
         elif name in FIELDS:
             if section in _OWNERS and _OWNERS[section] not in given:
                 raise UserError(f"{name} is given without {_OWNERS[section]}; DeepSpeed would ignore it: give the type")
@@ -587,8 +577,8 @@ def _check(flat: Mapping[str, Any], auto: Collection[str]) -> tuple[Values, list
             if name in _OWNERS.values():
                 FIELDS[name].settings(given[name], Document(flat, auto, 1, {}))
         elif section in _STRICT_SECTIONS:
-            known = [other.rpartition(".")[2] for other in siblings]
-            raise UserError(f"{name} is no field that DeepSpeed knows{nearest(key, known)}")
+            names = [other.rpartition(".")[2] for other in siblings]
+            raise UserError(f"{name} is no field that DeepSpeed knows{nearest(key, names)}")
         elif section == "zero_optimization":
             unused = not flat.get("zero_optimization.stage")
             remark = "no effect at stage 0" if unused else "--shard-optimizer has no such choice"
@@ -597,7 +587,7 @@ def _check(flat: Mapping[str, Any], auto: Collection[str]) -> tuple[Values, list
             close = difflib.get_close_matches(name, [known.split(".")[0] for known in FIELDS], n=1, cutoff=0.85)
             if close:
                 raise UserError(f"{name} is no field that DeepSpeed knows; did you mean {close[0]!r}?")
-            rows.append(Row(name, _text(value), "", "no field of DeepSpeed's", False))
+            rows.append(Row(name, _text(value), "", "no field of DeepSpeed's"))
     return given, rows
 
 

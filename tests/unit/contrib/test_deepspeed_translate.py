@@ -299,11 +299,12 @@ def test_what_is_so_anyway_is_honoured(content: dict[str, Any]) -> None:
     ("content", "message"),
     [
         (optimizer("OneBitLamb", max_coeff=1),
-         "optimizer.type is 'OneBitLamb', which is not here (there is no layer-wise optimizer); expected ZeroOneAdam, "
-         "OneBitAdam, Adam or AdamW, or no section optimizer, and --optimizer bin_sgdm, soft_sign_sgd or sgdm"),
+         "optimizer.type is 'OneBitLamb', which is not supported (there is no layer-wise optimizer); expected "
+         "ZeroOneAdam, OneBitAdam, Adam or AdamW, or no section optimizer, and --optimizer bin_sgdm, soft_sign_sgd or "
+         "sgdm"),
         (optimizer("SGD", lr=0.1),
-         "optimizer.type is 'SGD', which is not here; expected ZeroOneAdam, OneBitAdam, Adam or AdamW, or no section "
-         "optimizer, and --optimizer bin_sgdm, soft_sign_sgd or sgdm"),
+         "optimizer.type is 'SGD', which is not supported; expected ZeroOneAdam, OneBitAdam, Adam or AdamW, or no "
+         "section optimizer, and --optimizer bin_sgdm, soft_sign_sgd or sgdm"),
         (optimizer("Adam", var_freeze_step=3),
          "optimizer.params.var_freeze_step: Adam has no such parameter; remove it"),
         (optimizer("ZeroOneAdam", freeze_step=3),
@@ -315,8 +316,8 @@ def test_what_is_so_anyway_is_honoured(content: dict[str, Any]) -> None:
         (optimizer("ZeroOneAdam") | {"zero_optimization": {"stage": 1}},
          "zero_optimization.stage is 1, but ZeroOneAdam needs stage 0, in DeepSpeed too"),
         (scheduler("OneCycle", cycle_min_lr=1),
-         "scheduler.type is 'OneCycle', which is not here; expected WarmupLR, WarmupDecayLR, WarmupCosineLR, or no "
-         "section scheduler, and --lr-decay-style with --lr-warmup-iters"),
+         "scheduler.type is 'OneCycle', which is not supported; expected WarmupLR, WarmupDecayLR, WarmupCosineLR, or "
+         "no section scheduler, and --lr-decay-style with --lr-warmup-iters"),
         (scheduler("WarmupCosineLR"),
          "scheduler.params.total_num_steps is not given; WarmupCosineLR needs it, in DeepSpeed too"),
         (scheduler("WarmupLR", total_num_steps=3),
