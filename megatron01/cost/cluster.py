@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron01.config import Precision
 from megatron01.errors import UserError, nearest, require, require_not_negative, require_positive
@@ -25,11 +25,11 @@ class Gpu:
     memory_rate: float  # memory bandwidth, 10^9 bytes a second
     inside_rate: float  # bandwidth inside a node, 10^9 bytes a second in each direction (NVLink, else PCIe)
 
-    def tflops(self, precision: Precision, *, tf32: bool) -> float:
-        """Peak of dense matrix products, 10^12 operations a second; TF32 (Ampere and later) at half the 16-bit rate."""
+    def peak_flops(self, precision: Precision, *, tf32: bool) -> float:
+        """Peak operations per second of dense matrix products; TF32 (Ampere and later) at half the 16-bit rate."""
         if precision != "fp32":
-            return self.half_tflops
-        return max(self.single_tflops, self.half_tflops / 2 if tf32 and self.is_ampere_or_later else 0.0)
+            return 1e12 * self.half_tflops
+        return 1e12 * max(self.single_tflops, self.half_tflops / 2 if tf32 and self.is_ampere_or_later else 0.0)
 
     @property
     def is_ampere_or_later(self) -> bool:
@@ -83,11 +83,9 @@ def peak_flops(
 
 def peak_of(name: str, precision: Precision, *, tf32: bool = False) -> float | None:
     """Peak operations per second of a GPU, by its driver's ``name``; None if not in the table."""
-    fitting = [gpu for gpu in GPUS.values() if gpu.name.lower() in name.lower()]
-    if not fitting:
-        return None
-    gpu = max(fitting, key=lambda gpu: len(gpu.name))  # an A100 is no A10
-    return 1e12 * gpu.tflops(precision, tf32=tf32)
+    matching = [gpu for gpu in GPUS.values() if gpu.name.lower() in name.lower()]
+    gpu = max(matching, key=lambda gpu: len(gpu.name), default=None)  # an A100 is no A10
+    return None if gpu is None else gpu.peak_flops(precision, tf32=tf32)
 
 
 CPU = "cpu"
@@ -139,12 +137,16 @@ class ClusterConfig:
 Resource = Literal["processor", "inside", "link"]
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """A stage of an exchange: the resource that it occupies, and for how many seconds."""
 
     resource: Resource
     seconds: float
+
+
+def expected_maximum(count: int) -> float:
+    """Expected maximum of ``count`` standard normal variables (Blom's estimate): the delay of the slowest replica."""
+    return 0.0 if count < 2 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 _CPU_MEMORY_RATE = 7.0  # 10^9 bytes a second, of one core
@@ -180,17 +182,15 @@ class Cluster:
     def of(cls, config: ClusterConfig, nodes: int) -> Cluster:
         """The cluster of the settings, with ``nodes`` nodes."""
         gpu = GPUS.get(config.gpu.lower())
-        memory_rate = config.memory_gbytes_per_second or (gpu.memory_rate if gpu else _CPU_MEMORY_RATE)
-        inside_rate = config.inside_gbytes or (gpu.inside_rate if gpu else _CPU_INSIDE_RATE)
         latency = config.link_latency_us * 1e-6
         return cls(
             nodes=nodes,
             processes_per_node=config.processes_per_node,
             link_rate=config.link_gbits * 1e9 / 8,
-            inside_rate=inside_rate * 1e9,
+            inside_rate=1e9 * (config.inside_gbytes or (gpu.inside_rate if gpu else _CPU_INSIDE_RATE)),
             latency=latency,
             inside_latency=min(latency, 10e-6),
-            memory_rate=memory_rate * 1e9,
+            memory_rate=1e9 * (config.memory_gbytes_per_second or (gpu.memory_rate if gpu else _CPU_MEMORY_RATE)),
             jitter=config.jitter,
             on_gpu=gpu is not None,
         )
@@ -199,9 +199,10 @@ class Cluster:
     def processes(self) -> int:
         return self.nodes * self.processes_per_node
 
-    def slowest(self, replicas: int) -> float:
-        """Expected maximum of ``replicas`` standard normal variables (Blom's estimate): the slowest replica's delay."""
-        return 0.0 if replicas < 2 else NormalDist().inv_cdf((replicas - 0.375) / (replicas + 0.25))
+    @property
+    def is_hierarchical(self) -> bool:
+        """True if an exchange has stages inside nodes and between nodes."""
+        return self.nodes > 1 and self.processes_per_node > 1
 
     # Collectives: alpha-beta model, a latency per message plus bytes over bandwidth. The network is otherwise idle, and
     # all processes start at once. A stage names the link that it occupies, so that stages of different buckets on
@@ -214,9 +215,8 @@ class Cluster:
         """
         if self.nodes == 1:
             return self.ring_all_reduce(size)
-        levels = math.ceil(math.log2(self.nodes)) * self.latency
-        levels += self.processes_per_node * self.inside_latency
-        tree = 2 * (self.nodes - 1) / self.nodes * size / self.link_rate + 2 * levels
+        latency = math.ceil(math.log2(self.nodes)) * self.latency + self.processes_per_node * self.inside_latency
+        tree = 2 * (self.nodes - 1) / self.nodes * size / self.link_rate + 2 * latency
         tree = max(tree, self._inside_all_reduce(size))
         return Stage("link", min(tree, self.ring_all_reduce(size).seconds))
 
@@ -255,9 +255,5 @@ class Cluster:
     def inside(self, size: float) -> Stage:
         """One collective among the m processes of a node, each of which sends (m-1)/m of ``size`` bytes."""
         peers = self.processes_per_node - 1
-        share = peers / self.processes_per_node
-        return Stage("inside", share * size / self.inside_rate + peers * self.inside_latency)
-
-    def is_hierarchical(self) -> bool:
-        """True if an exchange has stages inside nodes and between nodes."""
-        return self.nodes > 1 and self.processes_per_node > 1
+        sent = peers / self.processes_per_node * size
+        return Stage("inside", sent / self.inside_rate + peers * self.inside_latency)

@@ -44,7 +44,7 @@ _MASKED_SHARE = 0.15
 # to the system (``models.recomputation``). Fragmentation measured on two models, without that: 26 and 38 % of what a
 # forward pass saves in such blocks (benchmarks/results/memory_plan.md).
 _HEAP_BLOCK = 1 << 25
-_HOLES = 1 / 3
+_FRAGMENTATION = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class PassBytes:
     Attributes:
         saved: activations saved by the forward pass of a micro-batch for its backward pass.
         peak: peak of a step, gradients included.
-        beside_gradients: peak of a step without accumulated gradients, for optimizers that hold buffers for all
+        without_gradients: peak of a step without accumulated gradients, for optimizers that hold buffers for all
             gradients at any time.
         unused: fragmentation of a CPU's allocator.
     """
 
     saved: int
     peak: int
-    beside_gradients: int
+    without_gradients: int
     unused: int = 0
 
 
@@ -98,8 +98,8 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
                 in_heap = storages.bytes_below(heap_block) - small
                 loss.backward()
                 del losses, loss
-        unused = 0 if on_gpu else round(_HOLES * in_heap)
-        return PassBytes(saved, storages.peak, storages.beside_gradients, unused)
+        unused = 0 if on_gpu else round(_FRAGMENTATION * in_heap)
+        return PassBytes(saved, storages.peak, storages.without_gradients, unused)
 
 
 def _batch(config: PretrainConfig) -> tuple[Any, ...]:
@@ -121,9 +121,8 @@ class _Storages(TorchDispatchMode):
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.bytes = self.peak = self.beside_gradients = 0
-        self._gradients: set[int] = set()
-        self._in_gradients = 0
+        self.bytes = self.peak = self.without_gradients = 0
+        self._gradients: dict[int, int] = {}  # bytes by storage
         self._known = {tensor.untyped_storage()._cdata: 0 for tensor in not_counted}
 
     def __torch_dispatch__(
@@ -132,32 +131,30 @@ class _Storages(TorchDispatchMode):
         results = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage())
+                self._track(tensor.untyped_storage())
         return results
 
     def count_gradient(self, parameter: torch.Tensor) -> None:
         """Hook, called when the gradient of ``parameter`` has been accumulated."""
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
-        if storage._cdata not in self._gradients:
-            self._gradients.add(storage._cdata)
-            self._in_gradients += storage.nbytes()
+        self._gradients[storage._cdata] = storage.nbytes()
 
     def bytes_below(self, limit: int) -> int:
         """Bytes of all live storages smaller than ``limit``."""
         return sum(size for size in self._known.values() if size < limit)
 
-    def _follow(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
             return
         self._known[key] = size
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
-        self.beside_gradients = max(self.beside_gradients, self.bytes - self._in_gradients)
-        weakref.finalize(storage, self._forget, key, size)
+        self.without_gradients = max(self.without_gradients, self.bytes - sum(self._gradients.values()))
+        weakref.finalize(storage, self._release, key, size)
 
-    def _forget(self, key: int, size: int) -> None:
+    def _release(self, key: int, size: int) -> None:
         self._known.pop(key, None)
         self.bytes -= size
 
@@ -186,7 +183,7 @@ def _use_kernels_of_gpus(model: nn.Module) -> None:
 
 _TORCH_UPDATE_BYTES = 24  # of temporaries per element that ``TorchKernels`` updates on a GPU, ...
 _TORCH_UPDATE_ELEMENTS = 1 << 26  # ... so many elements at once
-_LIVE_BITS = 2  # participation masks: elements that take part in exchanges, and those that may; a bit each
+_MASK_BITS = 2  # per element: whether it takes part in exchanges, and whether it may
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,13 +233,13 @@ def memory(
     replica_is_node, sharded = run.distributed.replica == "node", run.distributed.shard_optimizer
     parameters = sum(parameter_sizes)
     weights = ELEMENT_BYTES[precision] * parameters
-    held = passes.peak
+    step = passes.peak
     exchange = 0
     spec = find_optimizer(config.optimizer)
     if spec.ddp:  # beside its state, fp32 master weights of 16-bit weights
         state = (4 * spec.state_vectors + (0 if precision == "fp32" else 4)) * parameters
         if nodes * processes_per_node > 1:  # DDP's gradient buckets exist all the time
-            held = weights + passes.beside_gradients
+            step = weights + passes.without_gradients
     else:
         blocks = sum(-(-size // config.block_size) for size in parameter_sizes)
         elements = blocks * config.block_size
@@ -256,11 +253,11 @@ def memory(
         exchange += _exchange_bytes(
             config, nodes, processes_per_node, elements, bucket, precision, reduces_inside=not replica_is_node
         )
-    held += passes.unused
+    step += passes.unused
     if plain_torch and not spec.ddp:
-        held = max(held, weights + _TORCH_UPDATE_BYTES * min(elements, _TORCH_UPDATE_ELEMENTS))
-    held += 4 * parameters if sums_in_fp32 else 0
-    return Memory(weights=weights, state=state, exchange=exchange, passes=held, saved=passes.saved)
+        step = max(step, weights + _TORCH_UPDATE_BYTES * min(elements, _TORCH_UPDATE_ELEMENTS))
+    step += 4 * parameters if sums_in_fp32 else 0
+    return Memory(weights=weights, state=state, exchange=exchange, passes=step, saved=passes.saved)
 
 
 def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:
@@ -275,7 +272,7 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
     errors = (2 + 1 / nodes) / processes_per_node if hierarchical else 1 + 1 / processes
     errors *= _sends_bits(config) + (gradient_code_bits(config) is not None) if processes > 1 else 0
     beside_weights = ELEMENT_BYTES[config.state_dtype] * (find_optimizer(config.optimizer).state_vectors + errors)
-    return round(elements * (4 + beside_weights + _LIVE_BITS / 8))
+    return round(elements * (4 + beside_weights + _MASK_BITS / 8))
 
 
 def _owned_blocks(config: OptimizerConfig, blocks: int, bucket: int, processes: int) -> int:
@@ -307,10 +304,10 @@ def _exchange_bytes(
     if processes == 1:
         return 0
     hierarchical = nodes > 1 and processes_per_node > 1
-    carried = 1 / processes_per_node if hierarchical else 1.0
+    share_sent = 1 / processes_per_node if hierarchical else 1.0
     num_buckets, bucket = -(-elements // bucket), min(bucket, elements)
     # compressed: send and receive buffers; hierarchical also the node's whole result
-    compressed = elements * (2 * carried + hierarchical)
+    compressed = elements * (2 * share_sent + hierarchical)
     sums_inside = min(2, num_buckets) * 2 * INSIDE_BYTES * bucket if hierarchical else 0
     total = 0.0
     if _sends_bits(config):
@@ -319,7 +316,7 @@ def _exchange_bytes(
         total += full_step_bytes(config, precision) * compressed + sums_inside
     elif find_optimizer(config.optimizer).full_precision is not None:
         slots = min(4 if hierarchical else 2, num_buckets)
-        total += slots * 2 * full_step_bytes(config, precision) * bucket * (carried + hierarchical)
+        total += slots * 2 * full_step_bytes(config, precision) * bucket * (share_sent + hierarchical)
     return round(total)
 
 
@@ -339,15 +336,12 @@ _USUAL_VOCABULARY: dict[TokenizerType, int] = {
 def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None]:
     """Elements of each parameter that a process holds, and a note on assumptions, or None.
 
-    Raises:
-        UserError: as ``model_without_memory``.
+    Raises UserError as ``model_without_memory``.
     """
     model, note = model_without_memory(config)
     tp_size = config.distributed.tensor_model_parallel_size
     if tp_size > 1:
-        shard = (
-            f"all figures are those of one process, which holds one of {tp_size} tensor-parallel shards of the model"
-        )
+        shard = f"all figures are of one process, which holds one of {tp_size} tensor-parallel shards of the model"
         note = shard if note is None else f"{note}; {shard}"
     return tuple(shape.numel() for shape in shard_shapes(model, tp_size).values()), note
 
@@ -355,8 +349,7 @@ def parameter_sizes(config: PretrainConfig) -> tuple[tuple[int, ...], str | None
 def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | None]:
     """The configured model on the meta device, and a note if the usual vocabulary size was assumed for lack of files.
 
-    Raises:
-        UserError: if the vocabulary file exists but is invalid.
+    Raises UserError if the vocabulary file exists but is invalid.
     """
     data, note = config.data, None
     files = [file for file in (data.vocab_file, data.merge_file, data.tokenizer_model) if file]
@@ -365,8 +358,8 @@ def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | Non
         vocab_size = build_tokenizer(data).vocab_size
     else:
         vocab_size = _USUAL_VOCABULARY[data.tokenizer_type]
-        of_a_model = data.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
-        setting = "tokenizer_model" if of_a_model else "vocab_file"
+        needs_model = data.tokenizer_type in ("SentencePieceTokenizer", "HuggingFaceTokenizer")
+        setting = "tokenizer_model" if needs_model else "vocab_file"
         reason = f"{missing[0]} does not exist here" if missing else f"no {setting} is given"
         note = f"{reason}; taking the usual vocabulary of {vocab_size:,} entries"
     with torch.device("meta"):

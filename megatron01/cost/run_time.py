@@ -11,16 +11,16 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from graphlib import TopologicalSorter
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers
-from megatron01.cost.cluster import Cluster, Resource, Stage
+from megatron01.cost.cluster import Cluster, Resource, Stage, expected_maximum
 from megatron01.cost.volume import (
-    FULL,
     INSIDE_BYTES,
-    ONE_BIT,
     STEP_KINDS,
     Wire,
     full_step_bytes,
@@ -30,34 +30,33 @@ from megatron01.cost.volume import (
 )
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A task of a ``Timeline``.
 
     Attributes:
         resource: occupied exclusively from its start to its end.
-        after: numbers of its dependencies; smaller than its own.
-        first: has priority over tasks without it.
+        after: numbers of its dependencies.
+        priority: goes before tasks without it.
     """
 
     resource: Resource
     seconds: float
     after: tuple[int, ...] = ()
-    first: bool = False
+    priority: bool = False
 
 
 class Timeline:
     """A discrete-event simulation of tasks with dependencies and shared resources.
 
-    A free resource runs the ready task that was added first, those marked ``first`` before all others.
+    A free resource runs the ready task that was added first, those with ``priority`` before all others.
     """
 
     def __init__(self, tasks: Iterable[Task] = ()) -> None:
         self._tasks = list(tasks)
 
-    def add(self, resource: Resource, seconds: float, *after: int, first: bool = False) -> int:
+    def add(self, resource: Resource, seconds: float, *after: int, priority: bool = False) -> int:
         """Add a task; returns its number."""
-        self._tasks.append(Task(resource, seconds, after, first))
+        self._tasks.append(Task(resource, seconds, after, priority))
         return len(self._tasks) - 1
 
     def seconds_on(self, resource: Resource) -> float:
@@ -67,34 +66,25 @@ class Timeline:
     def ends(self) -> list[float]:
         """Seconds from the start to the end of each task."""
         ends = [0.0] * len(self._tasks)
-        missing = [len(task.after) for task in self._tasks]
-        followers: dict[int, list[int]] = defaultdict(list)
-        for number, task in enumerate(self._tasks):
-            for earlier in task.after:
-                assert earlier < number
-                followers[earlier].append(number)
-        waiting: dict[Resource, list[tuple[bool, int]]] = defaultdict(list)  # heaps of (is not first, number)
+        graph = TopologicalSorter({number: task.after for number, task in enumerate(self._tasks)})
+        graph.prepare()
+        ready: dict[Resource, list[tuple[bool, int]]] = defaultdict(list)  # heaps of (without priority, number)
         running: list[tuple[float, int]] = []  # heap of (end, number)
         busy: set[Resource] = set()
-        now, ready = 0.0, [number for number, count in enumerate(missing) if not count]
-        while True:
-            for number in ready:
-                heapq.heappush(waiting[self._tasks[number].resource], (not self._tasks[number].first, number))
-            for resource, queue in waiting.items():
+        now = 0.0
+        while graph.is_active():
+            for number in graph.get_ready():
+                heapq.heappush(ready[self._tasks[number].resource], (not self._tasks[number].priority, number))
+            for resource, queue in ready.items():
                 if queue and resource not in busy:
                     _, number = heapq.heappop(queue)
                     heapq.heappush(running, (now + self._tasks[number].seconds, number))
                     busy.add(resource)
-            if not running:
-                return ends
             now, ended = heapq.heappop(running)
             ends[ended] = now
             busy.remove(self._tasks[ended].resource)
-            ready = []
-            for follower in followers[ended]:
-                missing[follower] -= 1
-                if not missing[follower]:
-                    ready.append(follower)
+            graph.done(ended)
+        return ends
 
 
 # Memory traffic in bytes per element, reads and writes (counted in benchmarks/README.md).
@@ -196,20 +186,19 @@ class StepModel:
         work = self.work
         size = work.parameters * work.gradient_bytes
         num_buckets = _whole_buckets(size / self.ddp_bucket_bytes)
-        timeline, passes = self._passes(num_buckets)
-        ends = passes
+        timeline, ends = self._passes(num_buckets)
         if self.cluster.processes > 1:
             stage = self.cluster.all_reduce(size / num_buckets)
-            own = 2 * size / num_buckets * work.sending
-            ends = [self._send(timeline, [stage], own, after) for after in passes]
+            processing = 2 * size / num_buckets * work.sending
+            ends = [self._send(timeline, [stage], processing, after) for after in ends]
         update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.config.clip_grad > 0 else _ADAM), *ends)
-        return self._split(timeline, update)
+        return self._breakdown(timeline, update)
 
     def local(self) -> StepTime:
         """Local step: no exchange between replicas."""
         timeline, passes = self._passes(1)
-        update = timeline.add("processor", self._update(_LOCAL), *self._mean_inside(timeline, passes))
-        return self._split(timeline, update)
+        update = timeline.add("processor", self._update(_LOCAL), *self._average_inside(timeline, passes))
+        return self._breakdown(timeline, update)
 
     def full(self) -> StepTime:
         """Full step: the mean gradient, in the dtype on the wire, by all-to-all, sum, all-gather."""
@@ -228,12 +217,11 @@ class StepModel:
         read_bytes = _DENSE_READ + (_COMPRESS if quantized else 0.0)
         ends = []
         for after in passes:
-            read = timeline.add("processor", self._memory(read_bytes) / num_buckets, after, first=True)
+            read = timeline.add("processor", self._memory(read_bytes) / num_buckets, after, priority=True)
             sent = self._send(timeline, stages, work.exchange_seconds + 2 * size * work.sending, read)
-            ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, first=True))
+            ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, priority=True))
         update_bytes = _FULL if find_optimizer(self.config.optimizer).second_moment else _MOMENTUM
-        update = timeline.add("processor", self._update(update_bytes), *ends)
-        return self._split(timeline, update)
+        return self._breakdown(timeline, timeline.add("processor", self._update(update_bytes), *ends))
 
     def one_bit(self, *, every_step: bool) -> StepTime:
         """1-bit step: compress, all-to-all, reduce, all-gather; decompression is fused with the weight update.
@@ -250,7 +238,7 @@ class StepModel:
         update = self._update(_ONE_BIT if find_optimizer(config.optimizer).second_moment else _MOMENTUM)
         starts_early = config.overlap_exchange and every_step and config.clip_grad == 0 and not self.replica_is_node
         if not starts_early:
-            passes = self._mean_inside(timeline, [passes[-1]])
+            passes = self._average_inside(timeline, [passes[-1]])
             passes = [timeline.add("processor", update, *passes)] * num_buckets
         elements = work.parameters / num_buckets
         packed = elements * packed_bytes(config)
@@ -260,19 +248,18 @@ class StepModel:
             outer=0.0 if self.sharded else packed,
             reduces=not self.replica_is_node,
         )
-        carried = 1 / cluster.processes_per_node if cluster.is_hierarchical() else 1.0
-        reduce = self._memory(_REDUCE) / cluster.processes / num_buckets
-        own = reduce + work.exchange_seconds + 2 * packed * work.sending
+        share_sent = 1 / cluster.processes_per_node if cluster.is_hierarchical else 1.0
+        compression = self._memory(_COMPRESS) * share_sent / num_buckets
+        reduction = self._memory(_REDUCE) / cluster.processes / num_buckets
+        processing = reduction + work.exchange_seconds + 2 * packed * work.sending
         ends = []
         for after in passes:
-            compress = timeline.add("processor", self._memory(_COMPRESS) * carried / num_buckets, after, first=True)
-            ends.append(self._send(timeline, stages, own, compress))
-        if starts_early:
-            ends = [timeline.add("processor", update, *ends)]
-        split = self._split(timeline, timeline.add("processor", 0.0, *ends))
+            compressed = timeline.add("processor", compression, after, priority=True)
+            ends.append(self._send(timeline, stages, processing, compressed))
+        time = self._breakdown(timeline, timeline.add("processor", update if starts_early else 0.0, *ends))
         if config.delay_synchronization:
-            split = replace(split, exposed=max(0.0, split.exposed - work.compute_seconds))
-        return split
+            time = replace(time, exposed=max(0.0, time.exposed - work.compute_seconds))
+        return time
 
     def _passes(self, num_buckets: int) -> tuple[Timeline, list[int]]:
         """A timeline with the passes of all micro-batches, and the tasks that complete each bucket's gradients."""
@@ -289,7 +276,7 @@ class StepModel:
         elements = self.work.parameters
         return _whole_buckets(elements / self.config.bucket_size(elements, on_gpu=self.cluster.on_gpu))
 
-    def _mean_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
+    def _average_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
         """Add the all-reduce of gradients inside a node, in 16 bits, at every step, if a node is one replica.
 
         With ZeRO, a reduce-scatter of gradients and an all-gather of weights take as long.
@@ -307,19 +294,19 @@ class StepModel:
             inner, outer: bytes of the bucket in the reduction inside nodes, and in the last all-gather there; 0: none.
             reduces: reduce inside nodes first, unless that was done before.
         """
-        if not self.cluster.is_hierarchical():
-            return [self.cluster.across(size, hierarchical=False)] * 2
-        across = self.cluster.across(size, hierarchical=True)
-        first = [self.cluster.inside(inner)] if reduces else []
-        return [*first, across, across, *([self.cluster.inside(outer)] if outer > 0 else [])]
+        stages = [self.cluster.across(size, hierarchical=self.cluster.is_hierarchical)] * 2
+        if self.cluster.is_hierarchical and reduces:
+            stages.insert(0, self.cluster.inside(inner))
+        if self.cluster.is_hierarchical and outer > 0:
+            stages.append(self.cluster.inside(outer))
+        return stages
 
-    def _send(self, timeline: Timeline, stages: list[Stage], own_seconds: float, after: int) -> int:
-        """Add a bucket's collectives, and ``own_seconds`` of processor work before the last; returns the last task."""
-        for index, stage in enumerate(stages):
-            if index == len(stages) - 1:
-                after = timeline.add("processor", own_seconds, after, first=True)
-            after = timeline.add(stage.resource, stage.seconds, after)
-        return after
+    def _send(self, timeline: Timeline, stages: list[Stage], processing: float, after: int) -> int:
+        """Add a bucket's collectives, and seconds of ``processing`` before the last; returns the last task."""
+        for stage in stages[:-1]:
+            after = timeline.add(*stage, after)
+        after = timeline.add("processor", processing, after, priority=True)
+        return timeline.add(*stages[-1], after)
 
     def _update(self, bytes_per_element: float) -> float:
         share = 1 / self.cluster.processes_per_node if self.sharded else 1.0
@@ -329,7 +316,7 @@ class StepModel:
         work = self.work
         return work.arithmetic * bytes_per_element * work.parameters / self.cluster.memory_rate
 
-    def _split(self, timeline: Timeline, last: int) -> StepTime:
+    def _breakdown(self, timeline: Timeline, last: int) -> StepTime:
         compute = self.work.compute_seconds + self.work.step_seconds
         arithmetic = max(0.0, timeline.seconds_on("processor") - compute)
         return StepTime(compute, arithmetic, max(0.0, timeline.ends()[last] - compute - arithmetic))
@@ -381,22 +368,22 @@ class RunTime:
         return self.seconds / self.steps
 
 
-@dataclass(frozen=True)
-class _Alike:
+class _StepGroup(NamedTuple):
     """Steps of a run that take the same time.
 
     Attributes:
-        kind: index into ``STEP_KINDS``.
+        kind: one of ``STEP_KINDS``.
         every_step: the synchronization interval is 1.
+        steps: their number.
         packed_rounds: number of 1-bit exchanges; full steps may make one too.
-        waits: total wait for the slowest replica, in standard deviations of one step's compute time.
+        waiting: total wait for the slowest replica, in standard deviations of one step's compute time.
     """
 
-    kind: int
+    kind: str
     every_step: bool
     steps: int
     packed_rounds: int
-    waits: float
+    waiting: float
 
 
 def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, precision: Precision) -> RunTime:
@@ -411,20 +398,19 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
     settings = choice.optimizer
     work = replace(work, gradient_bytes=full_step_bytes(settings, precision))
     model = StepModel(cluster, work, settings, choice.replica_is_node, choice.sharded)
-    groups = _alike_steps(replace(settings, bucket_elements=1), train_iters)
+    groups = _group_steps(replace(settings, bucket_elements=1), train_iters)
     replicas = cluster.nodes if choice.replica_is_node else cluster.processes
-    deviation = cluster.jitter * work.compute_seconds * cluster.slowest(replicas)
+    deviation = cluster.jitter * work.compute_seconds * expected_maximum(replicas)
 
-    found: dict[str, list[tuple[int, StepTime]]] = defaultdict(list)
-    for alike in groups:
-        step = model.step(STEP_KINDS[alike.kind], every_step=alike.every_step)
-        if alike.kind == FULL and alike.packed_rounds:  # full steps that also send the accumulated steps
-            second = model.step(STEP_KINDS[ONE_BIT], every_step=False)
-            share = alike.packed_rounds / alike.steps
-            step = replace(step, exposed=step.exposed + share * second.exposed)
-        step = replace(step, waiting=deviation * alike.waits / alike.steps)
-        found[STEP_KINDS[alike.kind]].append((alike.steps, step))
-    kinds = {kind: (sum(count for count, _ in steps), _mean(steps)) for kind, steps in found.items()}
+    times: dict[str, list[tuple[int, StepTime]]] = defaultdict(list)
+    for group in groups:
+        step = model.step(group.kind, every_step=group.every_step)
+        if group.kind == "full" and group.packed_rounds:  # full steps that also send the accumulated steps
+            share = group.packed_rounds / group.steps
+            step = replace(step, exposed=step.exposed + share * model.step("one_bit", every_step=False).exposed)
+        step = replace(step, waiting=deviation * group.waiting / group.steps)
+        times[group.kind].append((group.steps, step))
+    kinds = {kind: (sum(count for count, _ in steps), _mean(steps)) for kind, steps in times.items()}
     return RunTime(
         choice=choice,
         kinds=kinds,
@@ -434,22 +420,22 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
 
 
 @lru_cache(maxsize=64)
-def _alike_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_Alike, ...]:
+def _group_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_StepGroup, ...]:
     """Steps of a run grouped by equal time; cached, as they do not depend on model and cluster."""
-    anyone = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
-    run = traffic(settings, train_iters=train_iters, precision="fp32", wire=anyone)
+    any_wire = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
+    run = traffic(settings, train_iters=train_iters, precision="fp32", wire=any_wire)
     # an exchange after k steps without one waits sqrt(k) deviations
     exchanged = np.flatnonzero(run.rounds)
-    waits = np.zeros(run.steps)
-    waits[exchanged] = np.sqrt(np.diff(exchanged, prepend=-1))
-    alike = []
-    for kind in np.unique(run.kind):
+    waiting = np.zeros(run.steps)
+    waiting[exchanged] = np.sqrt(np.diff(exchanged, prepend=-1))
+    groups = []
+    for kind, name in enumerate(STEP_KINDS):
         for every_step in (True, False):
             chosen = (run.kind == kind) & ((run.interval == 1) == every_step)
             if steps := int(chosen.sum()):
                 packed = int(run.one_bit[chosen].sum())
-                alike.append(_Alike(int(kind), every_step, steps, packed, float(waits[chosen].sum())))
-    return tuple(alike)
+                groups.append(_StepGroup(name, every_step, steps, packed, float(waiting[chosen].sum())))
+    return tuple(groups)
 
 
 def _mean(steps: Sequence[tuple[int, StepTime]]) -> StepTime:
@@ -459,14 +445,14 @@ def _mean(steps: Sequence[tuple[int, StepTime]]) -> StepTime:
     return StepTime(*(sum(count * getattr(step, part) for count, step in steps) / total for part in parts))
 
 
-def _node_bytes(groups: Sequence[_Alike], model: StepModel) -> float:
+def _node_bytes(groups: Sequence[_StepGroup], model: StepModel) -> float:
     """Bytes that one node sends to others: 2 (N-1)/N of what is exchanged (for Adam a lower bound: a ring sends more).
 
     Message headers, and the padding of each parameter's last block, are left out.
     """
     nodes = model.cluster.nodes
-    dense_rounds = sum(alike.steps for alike in groups if alike.kind == FULL)
-    packed_rounds = sum(alike.packed_rounds for alike in groups)
+    dense_rounds = sum(group.steps for group in groups if group.kind == "full")
+    packed_rounds = sum(group.packed_rounds for group in groups)
     sent = dense_rounds * model.work.gradient_bytes + packed_rounds * packed_bytes(model.config)
     return 2 * (nodes - 1) / nodes * model.work.parameters * sent
 
@@ -505,7 +491,7 @@ def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int, *, shar
             found.append(Choice(name=variant, optimizer=settings))
             skips_rounds = "sync_policy" in spec.planned_settings and settings.sync_policy != "every"
             if skips_rounds and cluster.processes_per_node > 1 and cluster.nodes > 1:
-                variant += ", nodes as replicas" + (", state divided" if sharded else "")
+                variant += ", nodes as replicas" + (", sharded state" if sharded else "")
                 found.append(Choice(name=variant, optimizer=settings, replica_is_node=True, sharded=sharded))
     return found
 
@@ -530,15 +516,15 @@ def run_times(
     for choice in choices(config, cluster, train_iters, sharded=sharded):
         sizes: list[int | None] = [config.bucket_elements]
         if not find_optimizer(choice.optimizer.optimizer).ddp:
-            given = config.bucket_size(work.parameters, on_gpu=cluster.on_gpu)
-            larger = [given * factor for factor in _BUCKET_FACTORS]
+            default = config.bucket_size(work.parameters, on_gpu=cluster.on_gpu)
+            larger = [default * factor for factor in _BUCKET_FACTORS]
             sizes += [size for size in larger if size <= _LARGEST_SHARE * work.parameters]
         runs = []
         for size in sizes:
             sized = replace(choice, optimizer=replace(choice.optimizer, bucket_elements=size))
             runs.append(run_time(sized, cluster=cluster, work=work, train_iters=train_iters, precision=precision))
-        quickest = min(runs, key=lambda run: run.seconds)
-        found.append(quickest if quickest.seconds < _NOTICEABLE * runs[0].seconds else runs[0])
+        fastest = min(runs, key=lambda run: run.seconds)
+        found.append(fastest if fastest.seconds < _NOTICEABLE * runs[0].seconds else runs[0])
     return found
 
 
@@ -549,17 +535,16 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
     comparison only, as the length of its warm-up has to be tuned. If some runs shard the optimizer state, 0/1 Adam is
     recommended with sharded state only, as it may not fit otherwise.
     """
-    must_divide = any(run.choice.sharded for run in runs)
+    needs_sharding = any(run.choice.sharded for run in runs)
     candidates = [
         run
         for run in runs
         if (spec := find_optimizer(run.choice.optimizer.optimizer)).automatic
-        and (spec.ddp or run.choice.sharded == must_divide)
+        and (spec.ddp or run.choice.sharded == needs_sharding)
     ]
     fastest = min(candidates, key=lambda run: run.seconds)
     best = next(run for run in candidates if run.seconds <= fastest.seconds * (1 + WORTH_IT))
     adam = candidates[0]
-    assert find_optimizer(adam.choice.optimizer.optimizer).ddp
     gain = best.seconds / fastest.seconds - 1
     if best is not adam:
         reason = f"{adam.seconds / best.seconds:.2g} times as fast as {adam.choice.name}"
@@ -568,5 +553,5 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
     elif gain < 0.01:
         reason = "all-reduce of gradients hides behind the backward pass here; compression gains nothing"
     else:
-        reason = f"compression would gain {gain:.0%} at most, which its noise may cost again"
+        reason = f"compression would gain {gain:.0%} at most, which its noise may cost in convergence"
     return Recommendation(best, reason)

@@ -26,7 +26,7 @@ FULL, ONE_BIT, LOCAL = range(3)
 SCALE_BYTES = 2
 INSIDE_BYTES = 2
 """Bytes per element in reductions inside a node, which are in bf16."""
-ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +117,9 @@ class Traffic(StepTable):
 
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
     """Bytes per element of an unquantized gradient on the wire; with DDP always in the model's dtype."""
-    wire = config.gradient_wire_dtype
-    if wire == "auto" or wire == "8bit" or wire == "4bit" or find_optimizer(config.optimizer).ddp:
+    if find_optimizer(config.optimizer).ddp:
         return ELEMENT_BYTES[precision]
-    return ELEMENT_BYTES[wire]
+    return ELEMENT_BYTES.get(config.gradient_wire_dtype, ELEMENT_BYTES[precision])
 
 
 def gradient_code_bits(config: OptimizerConfig) -> int | None:
@@ -146,6 +145,15 @@ def packed_bytes(config: OptimizerConfig) -> float:
     return 1 / 8 + (SCALE_BYTES / config.block_size if scaled else 0.0)
 
 
+def _full_exchange(config: OptimizerConfig, precision: Precision, wire: Wire) -> int:
+    """Bytes that one replica sends at a full step."""
+    bits = gradient_code_bits(config)
+    if bits is not None:
+        return wire.quantized(bits)
+    element_bytes = int(full_step_bytes(config, precision))
+    return wire.ring(element_bytes) if find_optimizer(config.optimizer).ddp else wire.dense(element_bytes)
+
+
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:
     """Traffic of each step of a run with these settings; ``OptimizerSpec.steps`` gives the schedule.
 
@@ -158,20 +166,12 @@ def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, 
     rates = np.array([schedule.lr(step) for step in range(train_iters)])
     spec = find_optimizer(config.optimizer)
     steps = spec.steps(config, schedule, rates)
-    bits = gradient_code_bits(config)
-    if bits is not None:
-        full = wire.quantized(bits)
-    else:
-        element_bytes = int(full_step_bytes(config, precision))
-        full = wire.ring(element_bytes) if spec.ddp else wire.dense(element_bytes)
-    if spec.bits == "scaled" and config.compressor == "none":
-        one_bit = wire.dense(4)
-    else:
-        one_bit = wire.quantized(1, scaled=spec.bits == "scaled")
+    scaled = spec.bits == "scaled"
+    one_bit = wire.dense(4) if scaled and config.compressor == "none" else wire.quantized(1, scaled=scaled)
     return Traffic(
         **vars(steps),
         learning_rate=rates,
-        bytes_sent=steps.full * np.int64(full) + steps.one_bit * np.int64(one_bit),
+        bytes_sent=steps.full * np.int64(_full_exchange(config, precision, wire)) + steps.one_bit * np.int64(one_bit),
         parameters=wire.parameters,
     )
 
@@ -181,9 +181,8 @@ class Phase:
     """Consecutive steps with one interval, all before or all after the second moment is frozen.
 
     Attributes:
-        first, last: steps, both included.
+        first, last: steps, both included; ``first_lr`` and ``last_lr`` are their learning rates.
         interval: steps between two synchronizations.
-        first_lr, last_lr: learning rates of these two steps.
         full, one_bit, local: number of steps of each kind.
     """
 
@@ -209,8 +208,7 @@ class Comparison:
     """Comparison of a run with the same steps of another optimizer.
 
     Attributes:
-        name: of the other optimizer, with its variant.
-        bytes_sent, rounds: of one replica with it.
+        bytes_sent, rounds: of one replica with the other optimizer.
         volume_saved, rounds_saved: fraction of them that this run saves; negative if it sends more.
         times_less: the other's bytes over this run's.
     """
@@ -227,30 +225,32 @@ def phases(run: Traffic) -> list[Phase]:
     """The phases of a run, split where the interval changes and where the second moment is frozen."""
     changes = (np.flatnonzero(np.diff(run.interval)) + 1).tolist()
     bounds = sorted({0, run.steps, min(run.frozen_from, run.steps), *changes})
-    return [span(run, first, end) for first, end in pairwise(bounds)]
+    return [phase_of(run, first, end) for first, end in pairwise(bounds)]
 
 
-def span(run: Traffic, first: int, end: int) -> Phase:
+def phase_of(run: Traffic, first: int, end: int) -> Phase:
     """The steps [first, end) as one phase; its interval is that of the first."""
-    part = slice(first, end)
-    kinds = np.bincount(run.kind[part], minlength=3)
-    sent = int(run.bytes_sent[part].sum())
+    steps = slice(first, end)
+    full, one_bit, local = np.bincount(run.kind[steps], minlength=3).tolist()
+    sent = int(run.bytes_sent[steps].sum())
     return Phase(
         first=first,
         last=end - 1,
         interval=int(run.interval[first]),
         first_lr=float(run.learning_rate[first]),
         last_lr=float(run.learning_rate[end - 1]),
-        full=int(kinds[FULL]),
-        one_bit=int(kinds[ONE_BIT]),
-        local=int(kinds[LOCAL]),
-        rounds=int(run.rounds[part].sum()),
+        full=full,
+        one_bit=one_bit,
+        local=local,
+        rounds=int(run.rounds[steps].sum()),
         bytes_sent=sent,
         bits=8.0 * sent / (run.parameters * (end - first)),
     )
 
 
-def others(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire: Wire) -> dict[str, NDArray[np.int64]]:
+def reference_traffic(
+    run: Traffic, config: OptimizerConfig, *, precision: Precision, wire: Wire
+) -> dict[str, NDArray[np.int64]]:
     """Traffic of the same steps with other optimizers: name -> int64[steps], bytes of one replica.
 
     Adam with 32-bit and 16-bit gradients, and, if ``freeze_step`` is given, 1-bit Adam, whose gradients before that
@@ -264,22 +264,22 @@ def others(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire:
         elif spec.reference and config.freeze_step is not None and config.optimizer != name:
             other = without_others_settings(config, name)
             full = spec.steps(other, None, run.learning_rate).full
-            bits = gradient_code_bits(other)
-            gradient = wire.dense(gradient_bytes(other, precision)) if bits is None else wire.quantized(bits)
-            sent[f"{spec.label}, {int(full.sum()):,} full steps"] = np.where(full, gradient, wire.quantized(1))
+            sent[f"{spec.label}, {int(full.sum()):,} full steps"] = np.where(
+                full, _full_exchange(other, precision, wire), wire.quantized(1)
+            )
     return sent
 
 
 def compare(run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> list[Comparison]:
-    """Comparisons of a run with the output of ``others``: bytes of one replica by name, int64[steps]."""
+    """Comparisons of a run with the output of ``reference_traffic``."""
     return [
         Comparison(
             name=name,
-            bytes_sent=int(sent.sum()),
+            bytes_sent=total,
             rounds=run.steps,
-            volume_saved=1.0 - run.total_bytes / int(sent.sum()),
+            volume_saved=1.0 - run.total_bytes / total,
             rounds_saved=1.0 - run.total_rounds / run.steps,
-            times_less=int(sent.sum()) / run.total_bytes,
+            times_less=total / run.total_bytes,
         )
-        for name, sent in sent_by_others.items()
+        for name, total in ((name, int(sent.sum())) for name, sent in sent_by_others.items())
     ]

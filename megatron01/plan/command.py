@@ -28,13 +28,13 @@ def schedule(argv: Sequence[str], prog: str) -> None:
     """``megatron01 schedule``. Raises UserError for a mistake in the settings, or a file that cannot be written."""
     config_class: Any = BertScheduleConfig if describes_bert(argv) else GPTScheduleConfig
     description = "Show when a run synchronizes and what each step sends, without training."
-    deepspeed = DeepSpeedSource(replicas=lambda flags: flags.get("plan.replicas", PlanConfig.replicas))
+    deepspeed = DeepSpeedSource(replicas=lambda flags: max(1, flags.get("plan.replicas", PlanConfig.replicas)))
     config = parse(config_class, argv, prog=prog, description=description, foreign=deepspeed)
     if config.plan.published:
         flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
         extra = sorted(flags - {"--published", "--replicas", "--json"})
         if extra:
-            raise UserError(f"--published shows its own recipes; {extra[0]} does not go with it")
+            raise UserError(f"--published shows its own recipes; leave out {extra[0]}")
     elif config.plan.plot is not None:
         _check_plot(config.plan.plot)
     from megatron01.plan.schedule import show, show_published
@@ -69,7 +69,6 @@ def _check_plot(path: Path) -> None:
 def describes_bert(argv: Sequence[str]) -> bool:
     """True if --config files and flags choose a BERT tokenizer, or set a setting that only BERT has."""
     only_bert = Settings(BertPretrainConfig).by_key.keys() - Settings(GPTPretrainConfig).by_key.keys()
-    names = {key.split(".")[1].replace("_", "-") for key in only_bert}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--tokenizer-type", default="")
@@ -79,14 +78,11 @@ def describes_bert(argv: Sequence[str]) -> bool:
         return False
     if given.tokenizer_type:
         return str(given.tokenizer_type).startswith("Bert")
-    if names & {argument.split("=")[0].removeprefix("--no-").removeprefix("--") for argument in rest}:
-        return True
-    tokenizer = ""
+    flags = {argument.split("=")[0].removeprefix("--no-").removeprefix("--") for argument in rest}
+    settings: dict[str, str] = {}
     for path in given.config:
-        keys: dict[str, str] = {}
         with suppress(UserError):  # ``parse`` reports it
-            keys = flat_settings(load_plain_yaml(find_config(path)))
-        if only_bert & keys.keys():
-            return True
-        tokenizer = keys.get("data.tokenizer_type", tokenizer)
-    return tokenizer.startswith("Bert")
+            settings |= flat_settings(load_plain_yaml(find_config(path)))
+    return any(key.split(".")[1].replace("_", "-") in flags or key in settings for key in only_bert) or settings.get(
+        "data.tokenizer_type", ""
+    ).startswith("Bert")

@@ -11,7 +11,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from megatron01.config.registry import OPTIMIZERS, find_optimizer, without_others_settings
-from megatron01.cost.cluster import CPU, GPUS, Cluster, peak_of
+from megatron01.cost.cluster import GPUS, Cluster
 from megatron01.cost.memory import PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.cost.run_time import Recommendation, RunTime, Work, recommend, run_times
 from megatron01.errors import require
@@ -41,11 +41,7 @@ class Forecast:
 
 
 def show(config: ForecastSettings) -> None:
-    """Print run times with each optimizer and a recommendation, or the memory of a process.
-
-    Raises:
-        UserError: if the settings contradict each other.
-    """
+    """Print run times and a recommendation, or the memory of a process. Raises UserError for contradictory settings."""
     processes, tp_size = config.cluster.processes_per_node, config.distributed.tensor_model_parallel_size
     require(
         processes % tp_size == 0,
@@ -78,12 +74,12 @@ def _show_times(config: ForecastSettings) -> None:
         lines += ["", *columns(_scaling_rows(found))]
     if note is not None:
         lines.append(f"note: {note}")
-    lines.append("note: these are figures of a model, in which links are idle and equally fast; measure before you buy")
+    lines.append("note: estimates of a model in which links are idle and equally fast; measure before you buy")
     print("\n".join(lines))
 
 
 def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_seconds: float) -> Forecast:
-    """Forecast for ``nodes``; ``compute_seconds``: forward and backward pass of one micro-batch, on one process."""
+    """Forecast for ``nodes``; ``compute_seconds``: of the passes over one micro-batch, on one process."""
     training = config.training
     cluster = Cluster.of(config.cluster, nodes)
     tp_size = config.distributed.tensor_model_parallel_size
@@ -94,13 +90,13 @@ def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_sec
         backward_seconds=_BACKWARD_SHARE * compute_seconds,
         micro_batches=training.accumulation_steps(replicas),
     )
-    # each data-parallel group exchanges among itself, and shares the node's link with the others
-    among = replace(
+    # each data-parallel group exchanges within itself, and shares the node's link with the others
+    group = replace(
         cluster, processes_per_node=cluster.processes_per_node // tp_size, link_rate=cluster.link_rate / tp_size
     )
     runs = run_times(
         config.optimizer,
-        cluster=among,
+        cluster=group,
         work=work,
         train_iters=training.train_iters,
         precision=training.precision,
@@ -122,13 +118,11 @@ def _compute_seconds(config: ForecastSettings) -> float:
     cluster, training, data = config.cluster, config.training, config.data
     if cluster.compute_seconds is not None:
         return cluster.compute_seconds
-    assert cluster.gpu.lower() != CPU
     model, _ = model_without_memory(config)
     operations = model.flops_per_token(data.seq_length) * training.micro_batch_size * data.seq_length
-    peak = peak_of(GPUS[cluster.gpu.lower()].name, training.precision, tf32=training.tf32)
-    assert peak is not None
-    again = 4 / 3 if config.model.recompute_activations == "full" else 1.0
-    return again * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)
+    peak = GPUS[cluster.gpu.lower()].peak_flops(training.precision, tf32=training.tf32)
+    recomputation = 4 / 3 if config.model.recompute_activations == "full" else 1.0
+    return recomputation * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)
 
 
 def _title(config: ForecastSettings, parameters: int, one: Forecast) -> str:
@@ -163,7 +157,7 @@ def _choice_rows(one: Forecast) -> list[list[str]]:
 
 
 def _kind_rows(run: RunTime) -> list[list[str]]:
-    rows = [["", "steps", "compute", "optimizer", "communication", "waiting", "together"]]
+    rows = [["", "steps", "compute", "optimizer", "communication", "waiting", "total"]]
     for kind, (count, step) in run.kinds.items():
         parts = (step.compute, step.arithmetic, step.exposed, step.waiting, step.seconds)
         rows.append([kind, f"{count:,}", *(f"{1e3 * part:.2f}" for part in parts)])
@@ -247,9 +241,9 @@ def _show_memory(config: ForecastSettings) -> None:
     passes = PassBytes(*(size // tp_size for size in astuple(passes)))
     plain_torch = gpu is not None and not gpu.is_ampere_or_later
     if plain_torch:
-        torch_note = "Triton's kernels do not serve this GPU: updates are plain torch, whose temporaries are in passes"
+        torch_note = "the Triton kernels do not support this GPU; temporaries of updates in plain torch are in passes"
         note = torch_note if note is None else f"{note}; {torch_note}"
-    found = {}
+    memories = {}
     for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
         distributed = config.distributed
         if find_optimizer(name).ddp:  # DDP: one replica per process, over torch
@@ -258,7 +252,7 @@ def _show_memory(config: ForecastSettings) -> None:
             )
         optimizer = without_others_settings(config.optimizer, name)
         one = replace(config, optimizer=optimizer, distributed=distributed)
-        found[name] = memory(
+        memories[name] = memory(
             one,
             nodes=nodes,
             processes_per_node=processes // tp_size,
@@ -269,27 +263,24 @@ def _show_memory(config: ForecastSettings) -> None:
             plain_torch=plain_torch,
         )
     if config.forecast.json:
-        print(json.dumps({name: asdict(taken) | {"total": taken.total} for name, taken in found.items()}, indent=1))
+        totals = {name: asdict(needed) | {"total": needed.total} for name, needed in memories.items()}
+        print(json.dumps(totals, indent=1))
         return
-    print(
-        f"one process of {nodes * processes}, {sum(sizes) / 1e6:,.0f}M parameters, {training.precision},"
-        f" {micro_batches} x {training.micro_batch_size} sequences of {config.data.seq_length} a step; GB"
-    )
-    print()
-    head = ["", "weights", "optimizer", "exchange", "passes", "together"]
+    head = ["", "weights", "optimizer", "exchange", "passes", "total"]
     rows = [head if gpu is None else [*head, f"of {gpu.memory_gbytes:g}"]]
-    for name, taken in found.items():
-        parts = (taken.weights, taken.state, taken.exchange, taken.passes, taken.total)
+    for name, needed in memories.items():
+        parts = (needed.weights, needed.state, needed.exchange, needed.passes, needed.total)
         rows.append([name, *(f"{part / 1e9:.2f}" for part in parts)])
         if gpu is not None:
-            left = gpu.memory_gbytes - taken.total / 1e9
+            left = gpu.memory_gbytes - needed.total / 1e9
             rows[-1].append(f"{left:.1f} left" if left >= 0 else f"{-left:.1f} too much")
-    print("\n".join(columns(rows)))
-    print()
-    print(
-        f"passes: gradients, and up to {passes.saved / 1e9:.2f} GB that a forward pass leaves for the backward pass;"
-        " --recompute-activations selective or full and a smaller --micro-batch-size make that less"
-    )
-    print("not in it: what CUDA (0.5 to 1 GB) and NCCL (some 100 MB) take, and what the allocator leaves unused")
-    if note is not None:
-        print(f"note: {note}")
+    lines = [
+        f"one process of {nodes * processes}, {sum(sizes) / 1e6:,.0f}M parameters, {training.precision},"
+        f" {micro_batches} x {training.micro_batch_size} sequences of {config.data.seq_length} a step; GB",
+        *("", *columns(rows), ""),
+        f"passes: gradients, and up to {passes.saved / 1e9:.2f} GB of activations that the forward pass saves for the"
+        " backward pass; --recompute-activations selective or full and a smaller --micro-batch-size reduce them",
+        "not included: CUDA (0.5 to 1 GB), NCCL (some 100 MB), and fragmentation of the allocator",
+        *([] if note is None else [f"note: {note}"]),
+    ]
+    print("\n".join(lines))

@@ -29,9 +29,9 @@ from megatron01.cost.volume import (
     compare,
     gradient_bytes,
     gradient_code_bits,
-    others,
+    phase_of,
     phases,
-    span,
+    reference_traffic,
     traffic,
 )
 from megatron01.plan.settings import BertScheduleConfig, GPTScheduleConfig, PlanConfig
@@ -45,14 +45,21 @@ _PLOTTED_STEPS = 2000
 
 def describe(title: str, run: Traffic, compared: Sequence[Comparison]) -> str:
     """The schedule as text: phases, sparklines, totals and comparisons."""
-    parts = phases(run)
-    total = span(run, 0, run.steps)
-    head = ["steps", "interval", "lr", "full", "1-bit", "local", "rounds", "sent", "bit/param/step"]
-    rows = [head, *(_phase_row(part, f"{part.first:,} - {part.last:,}") for part in parts)]
-    if len(parts) > 1:
-        rows.append(["total", "", "", *_phase_row(total, "")[3:]])
-    lines = [title, "", *columns(rows), "", *_curves(run), "", *_totals(run)]
-    lines += ["", "One replica sends, compared with the same steps of", *columns(_comparison_rows(compared))]
+    rows = [["steps", "interval", "lr", "full", "1-bit", "local", "rounds", "sent", "bit/param/step"]]
+    rows += [_phase_row(part, f"{part.first:,} - {part.last:,}") for part in phases(run)]
+    if len(rows) > 2:
+        rows.append(["total", "", "", *_phase_row(phase_of(run, 0, run.steps), "")[3:]])
+    refreshes = np.flatnonzero(run.refreshes)
+    last = f", the last at step {refreshes[-1]:,}" if refreshes.size else ""
+    sent, bits = format_bytes(run.total_bytes), run.bits_per_parameter.mean()
+    lines = [
+        *(title, "", *columns(rows), "", *_curves(run), ""),
+        f"T_v       {refreshes.size:,} refreshes of the second moment{last}",
+        f"T_u       {int(run.synchronizes.sum()):,} synchronizations in {run.steps:,} steps",
+        f"rounds    {run.total_rounds:,} exchanges",
+        f"sent      {sent} by each replica ({bits:.4g} bit/param/step)",
+        *("", "One replica sends, compared with the same steps of", *columns(list(map(_comparison_row, compared)))),
+    ]
     return "\n".join(lines)
 
 
@@ -63,10 +70,11 @@ def _phase_row(phase: Phase, name: str) -> list[str]:
 
 
 def _curves(run: Traffic) -> list[str]:
-    bits, characters = run.bits_per_parameter, ramp(sys.stdout.encoding)
+    lr, interval, bits = run.learning_rate, run.interval, run.bits_per_parameter
+    characters = ramp(sys.stdout.encoding)
     curves: list[tuple[str, Any, bool, str]] = [
-        ("lr", run.learning_rate, False, f"{run.learning_rate.min():.2e} to {run.learning_rate.max():.2e}"),
-        ("interval", run.interval, True, f"{run.interval.min()} to {run.interval.max()} steps (log)"),
+        ("lr", lr, False, f"{lr.min():.2e} to {lr.max():.2e}"),
+        ("interval", interval, True, f"{interval.min()} to {interval.max()} steps (log)"),
         ("bits", bits, True, f"{bits.min():.3g} to {bits.max():.3g} per parameter (log of the mean)"),
     ]
     return [
@@ -75,32 +83,15 @@ def _curves(run: Traffic) -> list[str]:
     ]
 
 
-def _totals(run: Traffic) -> list[str]:
-    refreshes = np.flatnonzero(run.refreshes)
-    last = f", the last at step {refreshes[-1]:,}" if refreshes.size else ""
-    sent, bits = format_bytes(run.total_bytes), run.bits_per_parameter.mean()
+def _comparison_row(other: Comparison) -> list[str]:
+    less = other.times_less
     return [
-        f"T_v       {refreshes.size:,} refreshes of the second moment{last}",
-        f"T_u       {int(run.synchronizes.sum()):,} synchronizations in {run.steps:,} steps",
-        f"rounds    {run.total_rounds:,} exchanges",
-        f"sent      {sent} by each replica ({bits:.4g} bit/param/step)",
+        f"  {other.name}",
+        format_bytes(other.bytes_sent),
+        f"{less:.3g} times less" if less >= 1.0 else f"{1.0 / less:.3g} times more",
+        _share(other.volume_saved, "less", "more", "as much", "volume"),
+        _share(other.rounds_saved, "fewer", "more", "as many", "rounds"),
     ]
-
-
-def _comparison_rows(compared: Sequence[Comparison]) -> list[list[str]]:
-    rows = []
-    for other in compared:
-        less = other.times_less
-        rows.append(
-            [
-                f"  {other.name}",
-                format_bytes(other.bytes_sent),
-                f"{less:.3g} times less" if less >= 1.0 else f"{1.0 / less:.3g} times more",
-                _share(other.volume_saved, "less", "more", "as much", "volume"),
-                _share(other.rounds_saved, "fewer", "more", "as many", "rounds"),
-            ]
-        )
-    return rows
 
 
 def _share(saved: float, less: str, more: str, equal: str, what: str) -> str:
@@ -157,7 +148,7 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
             "parameters": run.parameters,
             "refresh_steps": np.flatnonzero(run.refreshes).tolist(),
             "synchronizations": int(run.synchronizes.sum()),
-            "total": asdict(span(run, 0, run.steps)),
+            "total": asdict(phase_of(run, 0, run.steps)),
             "phases": [asdict(part) for part in phases(run)],
             "comparisons": [asdict(other) for other in compared],
         }
@@ -169,22 +160,18 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
 
 
 def _traffic_of(config: PretrainConfig, replicas: int) -> tuple[Traffic, dict[str, NDArray[np.int64]], str | None]:
-    """The run's traffic, that of ``others`` (int64[steps], bytes by name), and a note if the vocabulary was assumed."""
+    """The run's traffic, ``reference_traffic``, and a note if the vocabulary was assumed."""
     optimizer, training = config.optimizer, config.training
     sizes, note = parameter_sizes(config)
     wire = Wire(parameter_sizes=sizes, replicas=replicas, block_size=optimizer.block_size)
     run = traffic(optimizer, train_iters=training.train_iters, precision=training.precision, wire=wire)
-    return run, others(run, optimizer, precision=training.precision, wire=wire), note
+    return run, reference_traffic(run, optimizer, precision=training.precision, wire=wire), note
 
 
 def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> None:
     """Plot learning rate, interval and cumulative bytes sent over the steps, the latter also of other optimizers.
 
-    Args:
-        sent_by_others: int64[steps] by name, bytes sent by one replica.
-
-    Raises:
-        UserError: if the file cannot be written.
+    Raises UserError if the file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -255,7 +242,7 @@ def recompute(model: str, name: str, flags: Sequence[str], replicas: int) -> Pub
     run, sent_by_others, _ = _traffic_of(config, replicas)
     policy, freeze_step = config.optimizer.sync_policy.partition(":")[0], config.optimizer.freeze_step
     assert freeze_step is not None
-    return PublishedRun(model, policy, freeze_step, span(run, 0, run.steps), *compare(run, sent_by_others))
+    return PublishedRun(model, policy, freeze_step, phase_of(run, 0, run.steps), *compare(run, sent_by_others))
 
 
 def published_table(runs: Sequence[PublishedRun], replicas: int) -> str:

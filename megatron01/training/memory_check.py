@@ -97,7 +97,7 @@ class MemoryCheck:
             processes_per_node=max(1, self._tp_ranks.num_replicas // nodes),
             parameter_sizes=sizes,
             # 16-bit gradients that are summed in fp32 are freed one by one
-            passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, beside_gradients=0),
+            passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, without_gradients=0),
             on_gpu=self._group.device.type == "cuda",
             sums_in_fp32=in_fp32,
             plain_torch=self._group.device.type == "cuda" and not triton_serves(self._group.device),

@@ -217,7 +217,7 @@ def test_gradients_in_buckets_are_there_all_the_time(recompute: Any) -> None:
         _Storages([*model.parameters(), *model.buffers(), *gradients, tokens, ones]) as storages,  # type: ignore[list-item]
     ):
         model.loss(tokens, tokens, ones).backward()
-    assert passes.beside_gradients == pytest.approx(storages.peak, rel=0.03)
+    assert passes.without_gradients == pytest.approx(storages.peak, rel=0.03)
 
     def planned(replicas: int) -> Memory:
         sizes = tuple(parameter.numel() for parameter in model.parameters())
@@ -225,7 +225,7 @@ def test_gradients_in_buckets_are_there_all_the_time(recompute: Any) -> None:
         return memory(adam, nodes=replicas, processes_per_node=1, parameter_sizes=sizes, passes=passes, on_gpu=False)
 
     assert planned(1).passes == passes.peak + passes.unused
-    assert planned(2).passes == passes.beside_gradients + passes.unused + planned(2).weights
+    assert planned(2).passes == passes.without_gradients + passes.unused + planned(2).weights
 
 
 def test_gpus_keep_no_scores_and_recomputing_keeps_little() -> None:
@@ -323,7 +323,7 @@ def test_temporaries_of_plain_torch_on_a_gpu_are_known(phase: Phase) -> None:
 
 def test_a_gpu_that_the_kernels_do_not_serve_needs_more_where_an_update_does() -> None:
     def total(sizes: tuple[int, ...], **settings: Any) -> int:
-        passes = PassBytes(saved=0, peak=settings.pop("peak"), beside_gradients=0)
+        passes = PassBytes(saved=0, peak=settings.pop("peak"), without_gradients=0)
         optimizer = OptimizerConfig(optimizer=settings.pop("optimizer", "zero_one_adam"))
         config = dataclasses.replace(gpt_config(), optimizer=optimizer)
         given: dict[str, Any] = {"nodes": 1, "processes_per_node": 2, "on_gpu": True, **settings}
@@ -342,4 +342,4 @@ def test_a_plan_for_such_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> No
     for gpu, is_said in (("t4", True), ("a100", False)):
         with pytest.raises(SystemExit):
             cli.main(["plan", "--memory", "--num-layers", "1", "--seq-length", "64", "--gpu", gpu])
-        assert ("Triton's kernels do not serve this GPU" in capsys.readouterr().out) == is_said
+        assert ("the Triton kernels do not support this GPU" in capsys.readouterr().out) == is_said

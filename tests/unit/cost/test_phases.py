@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megatron01.config import OptimizerConfig
-from megatron01.cost.volume import Traffic, Wire, compare, others, phases, span, traffic
+from megatron01.cost.volume import Traffic, Wire, compare, phase_of, phases, reference_traffic, traffic
 
 WIRE = Wire(parameter_sizes=(1024, 2048), replicas=3, block_size=1024)
 
@@ -34,7 +34,7 @@ def test_phases_cover_the_run_and_add_up_to_it() -> None:
         (100, 139, 2),
         (140, 199, 4),
     ]
-    total = span(run, 0, run.steps)
+    total = phase_of(run, 0, run.steps)
     for name in ("full", "one_bit", "local", "rounds", "bytes_sent", "steps"):
         assert sum(getattr(part, name) for part in parts) == getattr(total, name)
     assert total.steps == 200 and total.bytes_sent == run.total_bytes
@@ -53,10 +53,10 @@ def test_a_phase_ends_where_the_second_moment_is_frozen_and_nowhere_else_before_
 
 def test_a_run_is_compared_with_adam_and_with_1_bit_adam_if_its_freeze_step_is_known() -> None:
     run, config = plan()
-    sent = others(run, config, precision="bf16", wire=WIRE)
+    sent = reference_traffic(run, config, precision="bf16", wire=WIRE)
     assert list(sent) == ["Adam, fp32 gradients", "Adam, 16-bit gradients"]
     run, config = plan(freeze_step=20, compressor="none")
-    sent = others(run, config, precision="bf16", wire=WIRE)
+    sent = reference_traffic(run, config, precision="bf16", wire=WIRE)
     (name,) = sent.keys() - {"Adam, fp32 gradients", "Adam, 16-bit gradients"}
     assert name == "1-bit Adam, 20 full steps"
     assert sent[name].sum() == 20 * WIRE.dense(2) + 180 * WIRE.quantized(1)

@@ -22,7 +22,7 @@ def test_what_is_first_goes_before_what_was_added_earlier() -> None:
         Task("processor", 1.0),
         Task("processor", 1.0, (0,)),
         Task("processor", 1.0, (1,)),
-        Task("processor", 1.0, (0,), first=True),
+        Task("processor", 1.0, (0,), priority=True),
     ]
     assert Timeline(tasks).ends() == [1.0, 3.0, 4.0, 2.0]
 

@@ -98,7 +98,7 @@ def test_a_missing_matplotlib_is_named_before_the_work(
             "one_bit_adam freezes the second moment once it is stable, which only training can tell; give --freeze",
         ),
         ((*SMALL, "--sync-policy", "constant:2"), "the synchronization policy takes local steps from step 0 on"),
-        (("--published", "--lr", "1"), "--published shows its own recipes; --lr does not go with it"),
+        (("--published", "--lr", "1"), "--published shows its own recipes; leave out --lr"),
         (
             ("--config", "configs/bert/bse.yaml"),
             "config file configs/bert/bse.yaml does not exist; did you mean 'bert/base'?",
@@ -125,6 +125,9 @@ def test_a_deepspeed_file_is_read_for_the_replicas_of_the_plan(run: Any, tmp_pat
     assert printed.startswith("one_bit_adam: 300 steps")
     assert "train_batch_size 30 is not a multiple of 8 replicas" in run(
         *SMALL, "--deepspeed-config", str(path), status=2
+    )
+    assert run(*SMALL, "--deepspeed-config", str(path), "--replicas", "0", status=2).endswith(
+        "error: replicas is 0; expected 2 or more: one alone sends nothing\n"
     )
 
 
