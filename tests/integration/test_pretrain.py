@@ -617,7 +617,7 @@ def test_a_signal_ends_the_preparation_of_data(corpus, tmp_path, replicas):
         )
         for environment in ([{}] if replicas == 1 else torchrun_variables(2, local_world_size=2))
     ]
-    assert processes[0].stdout.readline() == "preparing\n"
+    assert "preparing\n" in processes[0].stdout  # after lines of gloo's, with torch 2.8
     for process in reversed(processes):
         process.send_signal(signal.SIGTERM)
     for rank, process in enumerate(processes):
