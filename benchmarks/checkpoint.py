@@ -115,7 +115,7 @@ class _Replica:
         self._iteration += 1
         self._group.barrier()
         began = time.perf_counter()
-        writer.save(self._iteration, self._state, on_the_way=True)
+        writer.save(self._iteration, self._state, training_continues=True)
         stall = time.perf_counter() - began
         meanwhile: list[float] = []
         writing = time.perf_counter()

@@ -128,7 +128,7 @@ def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> 
         except LostReplica:
             raise
         except UserError as error:
-            damages.append(f"checkpoint {iteration} is passed over: {error}")
+            damages.append(f"checkpoint {iteration} is skipped: {error}")
         else:
             return iteration, damages
     return None, damages

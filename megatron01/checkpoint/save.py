@@ -200,7 +200,7 @@ def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_
 
 
 SECONDS_BETWEEN_CHECKS = 1.0
-SECONDS_TO_LEAVE = 5.0
+SECONDS_TO_EXIT = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +262,7 @@ class CheckpointWriter:
         """True if this rank is writing."""
         return self._writing is not None and self._writing.is_alive()
 
-    def save(self, iteration: int, state: Callable[[], RunState], *, on_the_way: bool = False) -> None:
+    def save(self, iteration: int, state: Callable[[], RunState], *, training_continues: bool = False) -> None:
         """Write a checkpoint of the current state, unless this iteration is saved already. Collective.
 
         A save in progress is waited for first.
@@ -270,11 +270,11 @@ class CheckpointWriter:
         Args:
             iteration: completed steps.
             state: returns what to save; called only if needed. Its tensors may change after this method has returned.
-            on_the_way: True if training continues: a failed save is a warning, as a full disk may have space at the
-                next one; and with ``async_save``, only the copy is waited for.
+            training_continues: a failed save is a warning, as a full disk may have space at the next one;
+                and with ``async_save``, only the copy is waited for.
 
         Raises:
-            CheckpointNotSaved: on every rank, if it cannot be written on one of them, without ``on_the_way``.
+            CheckpointNotSaved: on every rank, if it cannot be written on one of them, without ``training_continues``.
             LostReplica: on every rank that is left, if one is lost meanwhile.
         """
         if self._folder is None:
@@ -283,10 +283,10 @@ class CheckpointWriter:
         if self.saved_iteration == iteration:
             return
         self._begin(self._folder, state())
-        if on_the_way and self._in_background:
+        if training_continues and self._in_background:
             return
         self._wait_for_all()
-        if on_the_way:
+        if training_continues:
             self.report()
         else:
             self._take_result()
@@ -304,8 +304,8 @@ class CheckpointWriter:
             self._take_result()
         except CheckpointNotSaved as error:
             self._say(
-                f"WARNING: no checkpoint of iteration {iteration}: {error}; training goes on, and would lose what it "
-                "learned since the last one"
+                f"WARNING: no checkpoint of iteration {iteration}: {error}; training continues; a crash would lose the "
+                "steps since the last checkpoint"
             )
 
     def wait(self) -> None:
@@ -349,11 +349,11 @@ class CheckpointWriter:
 
     def _wait_for_all(self) -> None:
         """Wait until no rank is writing. Collective, also for ranks that have reported their own save already."""
-        is_any_at_work = self._folder is not None
-        while is_any_at_work:
+        is_any_writing = self._folder is not None
+        while is_any_writing:
             if self._writing is not None:
                 self._writing.join(SECONDS_BETWEEN_CHECKS)
-            is_any_at_work = self._group.any(self.is_busy)
+            is_any_writing = self._group.any(self.is_busy)
 
     def _take_result(self) -> None:
         """Report the finished save, or raise its error."""
@@ -372,12 +372,12 @@ class CheckpointWriter:
         if error is None:
             self.wait()
             return
-        all_leave = self._group.world_size == 1 or (isinstance(error, UserError) and error.scope == "job")
-        if all_leave and isinstance(error, Exception):
+        all_exit = self._group.world_size == 1 or (isinstance(error, UserError) and error.scope == "job")
+        if all_exit and isinstance(error, Exception):
             with suppress(UserError):  # the original error says more
                 self.wait()
         if self._writing is not None:
-            self._writing.join(SECONDS_TO_LEAVE)
+            self._writing.join(SECONDS_TO_EXIT)
             status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_status", 1)
             atexit.register(_end_without, self._writing, status)
 

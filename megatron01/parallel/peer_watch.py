@@ -40,7 +40,7 @@ class PeerWatch:
     def __init__(self, group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> None:
         self._group, self._store, self._timeout = group, store, timeout
         self._rounds = open_gloo_group(timeout)
-        self._is_leaving = threading.Event()
+        self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
 
     def __enter__(self) -> None:
@@ -49,7 +49,7 @@ class PeerWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_leaving.set()
+        self._is_stopping.set()
         if error is None:
             self._thread.join()
 
@@ -57,20 +57,20 @@ class PeerWatch:
         error = None
         try:
             while error is None:
-                is_last = self._is_leaving.wait(SECONDS_BETWEEN_ROUNDS)
+                is_last = self._is_stopping.wait(SECONDS_BETWEEN_ROUNDS)
                 rows = self._round(is_last)
                 if any(leaving for _, _, leaving in rows):
                     return
                 error = self._hung([count for count, _, _ in rows], max(seconds for _, seconds, _ in rows))
         except RuntimeError as failure:
-            if self._is_leaving.is_set():
+            if self._is_stopping.is_set():
                 return
             reason = lost_replica(failure) or str(failure)
             error = LostReplica(
                 f"lost another replica, and collectives wait for it; its own output says why ({reason})"
             )
             error = name_lost_ranks(error, self._group, self._store)
-        if not self._is_leaving.wait(_GRACE):
+        if not self._is_stopping.wait(_GRACE):
             report(error)
             os._exit(error.exit_status)
 

@@ -135,7 +135,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
         else:
             ranges.append([rank])
     shown = ", ".join("-".join(map(str, range_)) for range_ in ranges[:8])
-    more = " and more" if len(ranges) > 8 else ""
+    others = sum(range_[-1] - range_[0] + 1 for range_ in ranges[8:])
+    more = f" and {others} more" if others else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
@@ -143,13 +144,13 @@ def _missing(infos: Mapping[int, RankInfo], environment: LaunchEnvironment, time
     missing = [rank for rank in range(environment.world_size) if rank not in infos]
     if not missing:
         return None
-    came = list(dict.fromkeys(one.node for one in infos.values()))
-    absent = [node for node in environment.nodes if node not in came]
-    named = f" (nobody came from {', '.join(absent[:8])})" if absent else f" ({', '.join(came[:8])} came)"
+    connected = list(dict.fromkeys(one.node for one in infos.values()))
+    absent = [node for node in environment.nodes if node not in connected]
+    named = f"no process of {', '.join(absent[:8])} connected" if absent else f"connected: {', '.join(connected[:8])}"
     return (
-        f"the {environment.world_size} replicas did not meet at {environment.rendezvous_endpoint} (rank 0's machine)"
-        f" within {timeout.total_seconds() / 60:g} minutes: no sign of {format_ranks(missing)}{named}; see that all"
-        " were started and that MASTER_ADDR and MASTER_PORT can be reached from there"
+        f"the {environment.world_size} replicas did not all connect to {environment.rendezvous_endpoint} (rank 0's"
+        f" machine) within {timeout.total_seconds() / 60:g} minutes; missing: {format_ranks(missing)} ({named});"
+        " check that all were started and that MASTER_ADDR and MASTER_PORT can be reached from there"
     )
 
 
@@ -211,9 +212,10 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
             ) from None
         # printed by every rank: local rank 0 of this machine may be the one that is missing
         raise FaultError(
-            f"the {environment.world_size} replicas did not meet at {environment.rendezvous_endpoint} (rank 0's"
+            f"the {environment.world_size} replicas did not all connect to {environment.rendezvous_endpoint} (rank 0's"
             f" machine) within {timeout.total_seconds() / 60:g} minutes: {socket.gethostname()} gets no answer from"
-            f" there; see that rank 0 was started and that MASTER_ADDR and MASTER_PORT can be reached ({reason[:200]})"
+            f" there; check that rank 0 was started and that MASTER_ADDR and MASTER_PORT can be reached"
+            f" ({reason[:200]})"
         ) from error
 
 

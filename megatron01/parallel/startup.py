@@ -213,7 +213,7 @@ def _not_connected(environment: LaunchEnvironment, backend: str, error: RuntimeE
     return (
         f"the rendezvous at {environment.rendezvous_endpoint} succeeded, but {backend} cannot connect"
         f" {environment.node_name} with the others; {variable} is {used}: give the interface that"
-        f" leads to the other nodes, and see that no firewall stands between them"
+        f" leads to the other nodes, and check that no firewall blocks them"
         f" ({' '.join(str(error).split())[:200]})"
     )
 

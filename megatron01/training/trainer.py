@@ -318,7 +318,7 @@ class Trainer:
             if is_last or reason is not None:
                 self.save()
             elif self._is_due(config.checkpoint.save_interval):
-                self.save(on_the_way=True)
+                self.save(training_continues=True)
             else:
                 self.checkpoints.report()
         if reason is None:
@@ -371,17 +371,17 @@ class Trainer:
             what = "parameters that are replicated over tensor-parallel ranks"
             require_equal_replicas(fingerprint, self.iteration, self.group, what=what)
 
-    def save(self, *, on_the_way: bool = False) -> None:
+    def save(self, *, training_continues: bool = False) -> None:
         """Write a checkpoint, if a folder for it is given and this iteration is not there yet. Collective.
 
         Args:
-            on_the_way: True if training continues: a failed save is then only a warning, and ``async_save`` applies.
+            training_continues: a failed save is then only a warning, and ``async_save`` applies.
         """
         with self.meter.paused():
             self.checkpoints.save(
                 self.iteration,
                 lambda: self._saved.state(self.iteration, self.consumed_samples),
-                on_the_way=on_the_way,
+                training_continues=training_continues,
             )
 
     def load(self, folder: Path, iteration: int) -> None:

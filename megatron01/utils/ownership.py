@@ -32,7 +32,7 @@ BEAT_SECONDS = 5.0
 """Heartbeat interval: time between two touches of the file."""
 SILENT_SECONDS = 30.0
 """An owner without a heartbeat for so long is considered dead, unless it holds a lock."""
-PATIENCE_SECONDS = SILENT_SECONDS + 2 * BEAT_SECONDS
+WAIT_SECONDS = SILENT_SECONDS + 2 * BEAT_SECONDS
 """How long to wait for a live owner to end: the ranks of a killed launcher end by themselves."""
 LOCKED_SECONDS = 120.0
 """How long to wait for an owner with a lock but no heartbeat: file servers keep a dead machine's locks for a while."""
@@ -45,7 +45,7 @@ class FolderOwner:
 
     Args:
         say: prints a line, called once if another owner has to end first.
-        patience: seconds to wait for a live owner to end.
+        wait_seconds: seconds to wait for a live owner to end.
 
     Attributes:
         lost: why this process no longer owns the folder, as checked at each heartbeat; None while it owns it.
@@ -54,13 +54,13 @@ class FolderOwner:
         UserError: if another process owns the folder, or it cannot be written.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None], *, patience: float = PATIENCE_SECONDS) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None], *, wait_seconds: float = WAIT_SECONDS) -> None:
         self.folder, self.path = folder, folder / OWNER_NAME
         self.lost: str | None = None
         self._own = _own_entry()
         self._at_work = threading.Lock()
         self._released = threading.Event()
-        self._claim(say, patience)
+        self._claim(say, wait_seconds)
         threading.Thread(target=self._beat, name=f"owner of {folder}", daemon=True).start()
 
     def require(self) -> None:
@@ -106,14 +106,14 @@ class FolderOwner:
             return None
         return f"{self.folder} was taken over by {_described(owner)}"
 
-    def _claim(self, say: Callable[[str], None], patience: float) -> None:
+    def _claim(self, say: Callable[[str], None], wait_seconds: float) -> None:
         began = time.monotonic()
         has_waited = False
         while (owner := self._try()) is not None:
             is_silent = owner.pop("age") > SILENT_SECONDS
-            limit = max(patience, LOCKED_SECONDS) if is_silent and patience else patience
+            limit = max(wait_seconds, LOCKED_SECONDS) if is_silent and wait_seconds else wait_seconds
             if time.monotonic() - began > limit:
-                silence = ", although it has shown no life for a while" if is_silent else ""
+                silence = ", although its heartbeat is old" if is_silent else ""
                 raise UserError(
                     f"{self.folder} is in use by {_described(owner)}{silence}: two jobs that write to one folder would"
                     " destroy each other's files; end that one, or give another folder",

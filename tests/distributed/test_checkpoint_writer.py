@@ -114,18 +114,18 @@ def save_while_training(rank, world_size, folder):
         run, may_write = Run(group, folder, keep_last=2), threading.Event()
         begun = hold_back(may_write)
         with run.writer:
-            run.save(10, on_the_way=True)  # returns although nothing can be written
+            run.save(10, training_continues=True)  # returns although nothing can be written
             run.writer.report()
             assert run.lines == [] and read_tracker(Path(folder)) is None
             group.barrier()
             threading.Timer(0.3, may_write.set).start()
-            run.save(20, on_the_way=True)  # waits for the save before it
+            run.save(20, training_continues=True)  # waits for the save before it
             assert run.lines == [f"saved {folder}/iter_0000010"] and len(begun) in (1, 2)
             assert run.writer.saved_iteration == 10
             run.writer.wait()
             run.check_saved(folder, 10)
             assert run.writer.saved_iteration == 20
-            run.save(30, on_the_way=True)
+            run.save(30, training_continues=True)
             run.save(30)  # the last one: complete once it has been waited for
             assert len(begun) == 3 and run.writer.saved_iteration == 30
         run.check_saved(folder, 20)
@@ -146,7 +146,7 @@ def save_where_it_fails(rank, world_size, folder, fault):
     """Rank 1 cannot write, from the second save on; then it can again."""
     with joined(world_size) as group:
         run = Run(group, folder)
-        run.save(10, on_the_way=True)
+        run.save(10, training_continues=True)
         run.writer.wait()
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if rank == 1 and fault == "full disk":
@@ -156,8 +156,8 @@ def save_where_it_fails(rank, world_size, folder, fault):
             shutil.rmtree(folder)
             Path(folder).write_text("in the way")
         group.barrier()
-        run.save(20, on_the_way=True)
-        run.save(30, on_the_way=True)
+        run.save(20, training_continues=True)
+        run.save(30, training_continues=True)
         run.writer.wait()
         assert run.writer.saved_iteration == 10
         with pytest.raises(CheckpointNotSaved, match="saving the checkpoint failed on rank") as caught:
@@ -197,7 +197,7 @@ def lose_a_replica(rank, world_size, folder, action, in_background):
             run.save(10)
             if rank == 1:
                 writer.write_tensors = lambda *_, **__: os.kill(os.getpid(), action)
-            run.save(20, on_the_way=True)
+            run.save(20, training_continues=True)
             while True:
                 run.writer.report()
                 group.any(False)  # as training would
@@ -219,7 +219,7 @@ def fail_in_the_middle(rank, world_size, folder):
         if rank == 1:
             writer.write_tensors = None
         with pytest.raises((LostReplica, TypeError)) as caught, run.writer:
-            run.save(10, on_the_way=True)
+            run.save(10, training_continues=True)
             while True:
                 run.writer.report()
                 group.any(False)
@@ -236,7 +236,7 @@ def end_with_an_error(rank, world_size, folder):
         run, may_write = Run(group, folder), threading.Event()
         hold_back(may_write)
         with pytest.raises(UserError, match="diverged"), run.writer:
-            run.save(10, on_the_way=True)
+            run.save(10, training_continues=True)
             threading.Timer(0.3, may_write.set).start()
             raise UserError("diverged", scope="job")
         run.check_saved(folder, 10)
@@ -253,7 +253,7 @@ import megatron01.checkpoint.save as writer
 from megatron01.parallel.program import run_as_program
 from megatron01.errors import UserError
 from tests.distributed.test_checkpoint_writer import Run, joined
-writer.SECONDS_TO_LEAVE = 0.1
+writer.SECONDS_TO_EXIT = 0.1
 
 def main():
     with joined(1) as group:
@@ -263,7 +263,7 @@ def main():
                 os.stat("/")
         writer.write_tensors = write_for_ever
         with run.writer:
-            run.save(10, on_the_way=True)
+            run.save(10, training_continues=True)
             raise KeyboardInterrupt
 
 run_as_program(main)

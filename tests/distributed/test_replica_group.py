@@ -247,8 +247,8 @@ def _alone_of_two(rank: int, world_size: int) -> str:
 
 def test_replicas_that_do_not_meet_say_where_they_waited() -> None:
     message, _ = run_ranks(_alone_of_two, 2, default_group=False)
-    assert "the 2 replicas did not meet at 127.0.0.1:" in message and "within 0.0166667 minutes" in message
-    assert f"no sign of rank 1 ({socket.gethostname()} came)" in message
+    assert "the 2 replicas did not all connect to 127.0.0.1:" in message and "within 0.0166667 minutes" in message
+    assert f"missing: rank 1 (connected: {socket.gethostname()})" in message
 
 
 def _refused(rank: int, world_size: int, address: str) -> str:

@@ -182,7 +182,7 @@ def bit_in_the_weights(stage: Stage) -> Plan:
 
 def bit_in_the_newest_checkpoint(stage: Stage) -> Plan:
     """A bit flip in a file of the newest checkpoint, between two attempts."""
-    plan = Plan("newest", ends=False, starts_from=10, must_say="checkpoint 10 is passed over")
+    plan = Plan("newest", ends=False, starts_from=10, must_say="checkpoint 10 is skipped")
     plan.before = lambda: _flip(stage, stage.saved, 10)
     return plan
 

@@ -30,7 +30,7 @@ def test_a_damaged_checkpoint_and_a_lost_tracker(corpus: Path, tmp_path: Path, c
     longer = with_settings(config, train_iters=9, load="auto")
     run(with_settings(longer, prepare_only=True))
     shown = capsys.readouterr()
-    assert "checkpoint 6 is passed over" in shown.err and "taking the newest checkpoint found" in shown.err
+    assert "checkpoint 6 is skipped" in shown.err and "taking the newest checkpoint found" in shown.err
     assert "prepared for 9 steps" in shown.out
     with pytest.raises(UserError, match="already holds checkpoints up to iteration 6"):
         run(with_settings(longer, prepare_only=True, load=None))

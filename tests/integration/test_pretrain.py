@@ -342,7 +342,7 @@ def test_a_damaged_checkpoint_is_passed_over(corpus, tmp_path):
     path.write_bytes(content)
     (message, printed), _ = run_ranks(run_and_read, 2, config)
     assert message is None
-    assert "WARNING: checkpoint 12 is passed over" in printed and "continuing after iteration 6" in printed
+    assert "WARNING: checkpoint 12 is skipped" in printed and "continuing after iteration 6" in printed
 
 
 def test_load_auto_continues_and_a_finished_run_stays_as_it_is(corpus, tmp_path):

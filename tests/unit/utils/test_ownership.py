@@ -19,8 +19,8 @@ from megatron01.utils import ownership
 from megatron01.utils.ownership import OWNER_NAME, FolderOwner, OwnedFolders
 
 
-def own(folder: Path, *, patience: float = 0.0) -> FolderOwner:
-    return FolderOwner(folder, lambda line: None, patience=patience)
+def own(folder: Path, *, wait_seconds: float = 0.0) -> FolderOwner:
+    return FolderOwner(folder, lambda line: None, wait_seconds=wait_seconds)
 
 
 def hold(folder: Path, connection) -> None:
@@ -72,7 +72,7 @@ def test_a_job_that_ends_is_waited_for(tmp_path, other):
         said.append(line)
         connection.send("release")
 
-    FolderOwner(tmp_path, say, patience=30.0).release()
+    FolderOwner(tmp_path, say, wait_seconds=30.0).release()
     assert len(said) == 1 and f"process {pid}" in said[0]
     assert list(tmp_path.iterdir()) == []
 
