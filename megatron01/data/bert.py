@@ -215,8 +215,8 @@ def build_bert_datasets(
     tokens = tokenizer.masking
     if tokens is None:
         raise UserError(
-            f"{tokenizer.name} lacks the tokens [CLS], [SEP], [MASK] and [PAD], or marks of words; use a tokenizer made"
-            " for BERT"
+            f"{tokenizer.name} lacks the tokens [CLS], [SEP], [MASK] and [PAD], or word-boundary marks; use a tokenizer"
+            " made for BERT"
         )
     if data.seq_length < NUM_SPECIAL_TOKENS + 2:
         raise UserError(f"seq_length is {data.seq_length}; expected {NUM_SPECIAL_TOKENS + 2} or more for BERT")

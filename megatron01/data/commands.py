@@ -138,7 +138,7 @@ def _verify(argv: Sequence[str], prog: str) -> None:
             lines = [f"error: {error}"]
         print("\n".join([f"{prefix}:", *(f"  {line}" for line in lines)]), flush=True)
     if wrong:
-        raise UserError(f"{len(wrong)} of {len(prefixes)} pairs are not sound: {', '.join(wrong)}")
+        raise UserError(f"{len(wrong)} of {len(prefixes)} pairs are damaged: {', '.join(wrong)}")
 
 
 def _sample(argv: Sequence[str], prog: str) -> None:
@@ -149,7 +149,7 @@ _COMMANDS: dict[str, Command] = {
     "inspect": Command("Show counts, lengths and the first documents of token files.", _inspect),
     "merge": Command("Make one pair of token files out of several.", _merge),
     "sample": Command("Make token files of the shipped corpus, for the debug configurations.", _sample),
-    "verify": Command("Check token files to the last byte, also against what was noted about them.", _verify),
+    "verify": Command("Check token files to the last byte, also against what is recorded about them.", _verify),
 }
 
 
@@ -198,11 +198,11 @@ def verify(prefix: str) -> list[str]:
     ]
     origin = read_origin(prefix)
     if origin is None:
-        return [*lines, f"nothing is noted in {origin_path(prefix).name}: only the structure could be checked"]
+        return [*lines, f"nothing is recorded in {origin_path(prefix).name}: only the structure could be checked"]
     _compare(dataset, scan, content, origin)
     if "content" in origin:
         return [*lines, f"agrees with {origin_path(prefix).name}, to the last byte"]
-    return [*lines, f"agrees with the counts in {origin_path(prefix).name}, which notes no checksums"]
+    return [*lines, f"agrees with the counts in {origin_path(prefix).name}, which records no checksums"]
 
 
 def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], origin: Origin) -> None:
@@ -210,15 +210,15 @@ def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], 
     advice = "the files are of two different runs or damaged; copy all three again, or preprocess the text again"
     counts = {"documents": dataset.num_documents, "sequences": len(dataset), "tokens": dataset.tokens.size}
     for name, present in counts.items():
-        noted = origin.get(name, present)
-        if noted != present:
-            raise UserError(f"{dataset.prefix} has {present} {name}, but {path.name} notes {noted}; {advice}")
-    noted_content = origin.get("content")
+        recorded = origin.get(name, present)
+        if recorded != present:
+            raise UserError(f"{dataset.prefix} has {present} {name}, but {path.name} records {recorded}; {advice}")
+    recorded_content = origin.get("content")
     for name, file in (("layout_sha256", idx_path(dataset.prefix)), ("tokens_crc32", bin_path(dataset.prefix))):
-        noted = noted_content.get(name, content[name]) if isinstance(noted_content, dict) else content[name]
-        if noted != content[name]:
+        recorded = recorded_content.get(name, content[name]) if isinstance(recorded_content, dict) else content[name]
+        if recorded != content[name]:
             raise UserError(
-                f"{file} is not what {path.name} describes ({name} {content[name]}, noted {noted}); {advice}"
+                f"{file} is not what {path.name} describes ({name} {content[name]}, recorded {recorded}); {advice}"
             )
     vocab_size = origin["tokenizer"].get("vocab_size")
     if isinstance(vocab_size, int) and scan.most >= vocab_size:
@@ -276,7 +276,7 @@ def _statistics(values: NDArray[np.integer]) -> str:
 def _describe_origin(prefix: str) -> list[str]:
     origin = read_origin(prefix)
     if origin is None:
-        return [f"no {origin_path(prefix).name}: nothing is noted about the tokenizer"]
+        return [f"no {origin_path(prefix).name}: nothing is recorded about the tokenizer"]
     tokenizer = origin["tokenizer"]
     made = f"made with {tokenizer.get('type')} {tokenizer.get('file')} of {tokenizer.get('vocab_size')} entries"
     settings = [

@@ -419,7 +419,7 @@ class IndexedDatasetBuilder:
         try:
             return opener(self._partial(name), create=create)
         except FileNotFoundError as error:
-            raise UserError(f"no file {error.filename}, which is needed to go on; start again") from error
+            raise UserError(f"no file {error.filename}, which is needed to resume; start again") from error
         except BlockingIOError as error:
             raise UserError(
                 f"another process is writing {self.prefix}.bin; wait until it has finished, or choose another output"

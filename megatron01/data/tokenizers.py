@@ -398,7 +398,7 @@ def _find_unknown(model: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
 
 
 def _word_rule(definition: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Predicate: an entry continues a word, by this vocabulary's marks of words; None if it has no such marks."""
+    """Predicate: an entry continues a word, by this vocabulary's word-boundary marks; None if it has none."""
     model = definition["model"]
     prefix = model.get("continuing_subword_prefix")
     if prefix:
@@ -548,7 +548,7 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
         if setting not in files and path:
             flag = "--" + setting.replace("_", "-")
             raise UserError(
-                f"{setting} {path} is given, but {settings.tokenizer_type} takes {' and '.join(files)} alone;"
+                f"{setting} {path} is given, but {settings.tokenizer_type} takes {' and '.join(files)} only;"
                 f" leave it out ({flag} '' if a --config file sets it) or choose another tokenizer_type"
             )
     return build(*(str(shipped(getattr(settings, setting))) for setting in files))

@@ -122,16 +122,16 @@ def _report(config: TrainTokenizerConfig, files: Mapping[str, Path], texts: _Tex
     settings: dict[str, Any] = {name: str(path) for name, path in files.items()}
     settings |= {name: getattr(config, name) for name in ("input", "output_prefix", "tokenizer_type")}
     tokenizer = build_tokenizer(PreprocessConfig(**settings))
-    _say(f"{tokenizer.vocab_size} entries from {texts.num_documents} documents, {texts.num_characters} characters")
+    _log(f"{tokenizer.vocab_size} entries from {texts.num_documents} documents, {texts.num_characters} characters")
     if tokenizer.vocab_size < config.vocab_size:
-        _say(f"note: the text does not hold the {config.vocab_size} entries of vocab_size")
+        _log(f"note: the text does not hold the {config.vocab_size} entries of vocab_size")
     for reason, count in texts.left_out.most_common():
-        _say(f"left out {count} documents ({reason})")
+        _log(f"left out {count} documents ({reason})")
     flags = [f"--{name.replace('_', '-')} {path}" for name, path in files.items()]
-    _say(" ".join(["use it with: --tokenizer-type", config.tokenizer_type, *flags]))
+    _log(" ".join(["use it with: --tokenizer-type", config.tokenizer_type, *flags]))
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -162,7 +162,7 @@ class _Texts:
             self.num_documents += 1
             self.num_characters += sum(map(len, texts))
             if self.num_characters >= next_line * 1_000_000:
-                _say(f"{self.num_documents} documents, {self.num_characters // 1_000_000} million characters")
+                _log(f"{self.num_documents} documents, {self.num_characters // 1_000_000} million characters")
                 next_line += _MEGABYTES_PER_LINE
         if not self.num_documents:
             inputs = ", ".join(self._config.input)

@@ -95,8 +95,7 @@ class Source(ABC):
     def changed(self) -> UserError:
         """The error for a source that is not what it was when the run was interrupted."""
         return UserError(
-            f"{self.name} has changed since the run was interrupted; bring back what it was, or give --no-resume to"
-            " begin again"
+            f"{self.name} has changed since the run was interrupted; restore it, or give --no-resume to begin again"
         )
 
 
@@ -384,41 +383,41 @@ class _Cutter:
         self._blocks = blocks
         self._end, self._open_end = _ENDS[text_format]
         self._longest = longest
-        self._held = bytearray()  # buffer; always begins with a document
+        self._buffer = bytearray()  # always begins with a document
 
     def pieces(self) -> Iterator[tuple[bytes, int]]:
         """Yields (whole documents, 0), or (no bytes, number of lines) for a skipped document that is too long."""
         searched = 0  # where the next end of a document may begin
         for block in self._blocks:
-            self._held += block
-            if len(self._held) < CHUNK_BYTES:
+            self._buffer += block
+            if len(self._buffer) < CHUNK_BYTES:
                 continue
             if end := self._last_end(searched):
                 yield self._take(end), 0
-            elif len(self._held) > self._longest:
+            elif len(self._buffer) > self._longest:
                 yield b"", self._skip_document()
                 searched = 0
                 continue
             searched = self._undecided()
-        if self._held:
-            yield self._take(len(self._held)), 0
+        if self._buffer:
+            yield self._take(len(self._buffer)), 0
 
     def _last_end(self, searched: int) -> int:
         """End of the last whole document in the buffer; 0 if none ends after ``searched``."""
         if self._end is _LINE:  # faster than the pattern
-            line_feed, carriage_return = self._held.rfind(b"\n", searched), self._held.rfind(b"\r", searched, -1)
+            line_feed, carriage_return = self._buffer.rfind(b"\n", searched), self._buffer.rfind(b"\r", searched, -1)
             return max(line_feed, carriage_return) + 1
-        return max((match.end() for match in self._end.finditer(self._held, searched)), default=0)
+        return max((match.end() for match in self._end.finditer(self._buffer, searched)), default=0)
 
     def _undecided(self) -> int:
         """Position from which more input is needed to tell whether a document has ended."""
-        match = self._open_end.search(self._held, max(len(self._held) - _LONGEST_END, 0))
-        return match.start() if match else len(self._held)
+        match = self._open_end.search(self._buffer, max(len(self._buffer) - _LONGEST_END, 0))
+        return match.start() if match else len(self._buffer)
 
     def _take(self, end: int) -> bytes:
-        with memoryview(self._held) as view:
+        with memoryview(self._buffer) as view:
             data = bytes(view[:end])
-        del self._held[:end]
+        del self._buffer[:end]
         self.offset += end
         self.checksum = zlib.crc32(data, self.checksum)
         return data
@@ -429,10 +428,10 @@ class _Cutter:
         while True:
             num_lines += _count_line_ends(self._take(self._undecided()))
             block = next(self._blocks, b"")
-            self._held += block
+            self._buffer += block
             if not block:
-                return num_lines + _count_line_ends(self._take(len(self._held))) + 1
-            if match := self._end.search(self._held):
+                return num_lines + _count_line_ends(self._take(len(self._buffer))) + 1
+            if match := self._end.search(self._buffer):
                 return num_lines + _count_line_ends(self._take(match.end()))
 
 

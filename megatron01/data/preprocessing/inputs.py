@@ -232,7 +232,7 @@ def resolve_inputs(config: TextConfig) -> list[Source]:
     paths = [path for given in config.input for path in _expand(given, own)]
     repeated = [path for path, count in Counter(map(os.path.normpath, paths)).items() if count > 1]
     if repeated:
-        raise UserError(f"{repeated[0]} is named twice by input; to see text more often, repeat it in training")
+        raise UserError(f"{repeated[0]} is given twice; to see text more often, repeat it in training")
     return [_source(config, path) for path in paths]
 
 
@@ -310,6 +310,6 @@ def _detect_format(path: str) -> FileFormat:
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
         return "jsonl"
     raise UserError(
-        f"the format of {path} cannot be told from its name or beginning; expected an extension of"
+        f"the format of {path} cannot be detected from its name or first bytes; expected an extension of"
         f" {', '.join(_SUFFIXES)} (and {', '.join(COMPRESSED_SUFFIXES)}), or give --input-format"
     )

@@ -183,7 +183,7 @@ def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequ
     Raises:
         UserError: if the record belongs to other settings or another input.
     """
-    advice = "do as before to go on, or give --no-resume to begin again"
+    advice = "repeat the original command to resume, or give --no-resume to begin again"
     for name, value in settings.items():
         before = record.settings.get(name)
         if before != value:
@@ -297,7 +297,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
     if config.append_eod and tokenizer.eod is None:
         raise UserError(f"append_eod is set, but {tokenizer.name} has no end-of-document token; leave it out")
     if config.partitions is not None:
-        _say(f"partitions {config.partitions} is not needed: one pass with any number of workers writes one output")
+        _log(f"partitions {config.partitions} is not needed: one pass with any number of workers writes one output")
     sources = resolve_inputs(config)
     with exclusive_output(config) as record_path:
         run = _Run(config, tokenizer, sources, record_path)
@@ -308,7 +308,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
         except BaseException:
             run.stop()
             raise
-    _say(run.summary.report())
+    _log(run.summary.report())
     return run.summary
 
 
@@ -387,7 +387,7 @@ class _Run:
         if self._record_path.exists():
             for builder in self._builders.values():
                 builder.suspend()
-            _say(f"{self._record_path} says what was done so far; the same command goes on from there")
+            _log(f"progress is saved in {self._record_path}; repeat the same command to resume")
         else:
             for builder in self._builders.values():
                 builder.abort()
@@ -397,7 +397,7 @@ class _Run:
         settings["tokenizer"] = self._tokenizer.fingerprint
         settings = json.loads(json.dumps(settings))  # the types that they have in a loaded record
         if not self._config.resume and self._record_path.exists():
-            self._throw_away()
+            self._delete_interrupted_run()
         if not self._record_path.exists():
             outputs = [self._config.output(key) for key in self._config.json_keys]
             return RunRecord(settings, PreprocessSummary(outputs, self._config.level))
@@ -405,10 +405,10 @@ class _Run:
         self._verify = check_same_run(record, settings, self._sources, self._record_path)
         if self._config.strict and record.summary.rejected:
             raise UserError(f"strict is set, but the interrupted run has {record.summary.rejections()[0]}")
-        _say(f"going on after {record.summary.documents} documents")
+        _log(f"resuming after {record.summary.documents} documents")
         return record
 
-    def _throw_away(self) -> None:
+    def _delete_interrupted_run(self) -> None:
         """Delete the files of an interrupted run, which may have had other outputs than this one."""
         with suppress(UserError):  # a damaged record
             for prefix in RunRecord.load(self._record_path).builders:
@@ -432,7 +432,7 @@ class _Run:
         rejections = [replace(rejection, line=line + rejection.line + 1) for rejection in encoded.rejections]
         if rejections and self._config.strict:
             first = rejections[0]
-            raise UserError(f"{first.place}: {first.reason}; mend it, or leave out strict to skip such documents")
+            raise UserError(f"{first.place}: {first.reason}; fix it, or leave out strict to skip such documents")
         self._is_consistent = False
         for prefix, documents in zip(record.summary.outputs, encoded.columns, strict=True):
             self._builders[prefix].add_documents(documents.tokens, documents.sizes, documents.sentences)
@@ -478,5 +478,5 @@ class _Run:
         }
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -79,7 +79,7 @@ def test_merging_takes_no_more_memory_for_more_data(
     assert (tmp_path / "both.bin").stat().st_size > 1 << 23 and peak < 1 << 19
 
 
-def test_merging_keeps_what_is_noted(write_pair: Callable[..., str], tmp_path: Path) -> None:
+def test_merging_keeps_the_record(write_pair: Callable[..., str], tmp_path: Path) -> None:
     a, b = write_pair([[[1, 2]]], name="a"), write_pair([[[3]], [[4, 5]]], name="b")
     note(a, left_out={"invalid JSON": 2}, unknown_tokens=1)
     note(b, left_out={"invalid JSON": 1, "empty document": 5}, unknown_tokens=2)
@@ -144,7 +144,7 @@ def test_verification(write_pair: Callable[..., str]) -> None:
     origin = note(prefix)
     del origin["content"]
     origin_path(prefix).write_text(json.dumps(origin))
-    assert "notes no checksums" in verify(prefix)[-1]
+    assert "records no checksums" in verify(prefix)[-1]
 
 
 def test_verification_finds_every_flipped_bit(write_pair: Callable[..., str]) -> None:
@@ -163,8 +163,8 @@ def test_verification_finds_every_flipped_bit(write_pair: Callable[..., str]) ->
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"documents": 3}, "has 2 documents, but corpus.json notes 3"),
-        ({"tokens": 1}, "has 5 tokens, but corpus.json notes 1"),
+        ({"documents": 3}, "has 2 documents, but corpus.json records 3"),
+        ({"tokens": 1}, "has 5 tokens, but corpus.json records 1"),
         ({"content": {"tokens_crc32": "0"}}, r"corpus\.bin is not what corpus\.json describes"),
         ({"content": {"layout_sha256": "0"}}, r"corpus\.idx is not what corpus\.json describes"),
         ({"tokenizer": {"fingerprint": "f", "vocab_size": 4}}, "holds the token id 7, but its vocabulary has 4"),
@@ -172,7 +172,7 @@ def test_verification_finds_every_flipped_bit(write_pair: Callable[..., str]) ->
         ({"tokenizer": 3}, "is damaged"),
     ],
 )
-def test_files_that_are_not_those_noted(write_pair: Callable[..., str], changes: dict[str, Any], reason: str) -> None:
+def test_files_unlike_the_record(write_pair: Callable[..., str], changes: dict[str, Any], reason: str) -> None:
     prefix = write_pair([[[1, 2], [3]], [[4, 7]]])
     note(prefix, **changes)
     with pytest.raises(UserError, match=reason):
@@ -241,7 +241,7 @@ def test_commands(write_pair: Callable[..., str], tmp_path: Path, capsys: pytest
     printed = capsys.readouterr().out
     assert "document 0:" in printed and "document 1:" not in printed
     Path(f"{a}.bin").write_bytes(b"\0")
-    with pytest.raises(UserError, match=f"1 of 2 pairs are not sound: {a}"):
+    with pytest.raises(UserError, match=f"1 of 2 pairs are damaged: {a}"):
         data(["verify", a, b], "megatron01 data")
     assert "error: " in capsys.readouterr().out
     data([], "megatron01 data")

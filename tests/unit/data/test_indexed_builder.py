@@ -54,11 +54,11 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         add(builder, after)
     with pytest.raises(Interruption), IndexedDatasetBuilder(tmp_path / "cut", np.uint16) as builder:
         begin(builder)
-        noted = json.dumps(asdict(builder.checkpoint()))
+        recorded = json.dumps(asdict(builder.checkpoint()))
         add(builder, lost)
         raise Interruption
     assert not (tmp_path / "cut.idx").exists()
-    state = BuilderState(**json.loads(noted))
+    state = BuilderState(**json.loads(recorded))
     with IndexedDatasetBuilder(tmp_path / "cut", np.uint16, resume_from=state) as builder:
         assert builder.num_sequences == state.num_sequences
         add(builder, after)

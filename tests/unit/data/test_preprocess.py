@@ -140,11 +140,11 @@ def test_strict_keeps_what_was_done_before(
     monkeypatch.setattr(corpus, "BLOCK_BYTES", 20)
     path = write_lines(tmp_path / "a.jsonl", [*as_json(["good"] * 4), b"bad"])
     config = replace(gpt_config(tmp_path, path), strict=True)
-    with pytest.raises(UserError, match=r"a\.jsonl:5: invalid JSON; mend it"):
+    with pytest.raises(UserError, match=r"a\.jsonl:5: invalid JSON; fix it"):
         preprocess(config)
     write_lines(path, as_json(["good"] * 5))
     assert preprocess(config).documents == 5
-    assert re.search("going on after [1-4] documents", capsys.readouterr().err)
+    assert re.search("resuming after [1-4] documents", capsys.readouterr().err)
 
 
 def test_long_documents_are_left_out(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_unusable_input(tmp_path: Path) -> None:
     other.write_text("some text")
     for path, reason in [
         (tmp_path / "none.jsonl", "no input file"),
-        (other, "cannot be told from its name"),
+        (other, "cannot be detected from its name"),
         (cut, "damaged or cut short"),
         (cut_xz, "damaged or cut short"),
         (no_gz, "damaged, cut short or misnamed"),

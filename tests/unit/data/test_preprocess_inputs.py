@@ -226,8 +226,8 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     for inputs, reason in [
         ((folder / "*.parquet",), "no input file matches"),
         ((tmp_path / "empty",), "empty is a folder without files"),
-        ((folder,), r"format of .*README\.md cannot be told"),
-        ((folder / "b.jsonl", folder / "*.jsonl"), r"b\.jsonl is named twice by input"),
+        ((folder,), r"format of .*README\.md cannot be detected"),
+        ((folder / "b.jsonl", folder / "*.jsonl"), r"b\.jsonl is given twice"),
         ((tmp_path / "wikitext",), "no input file .*wikitext; if it is the name of a Hugging Face data set"),
     ]:
         with pytest.raises(UserError, match=reason):

@@ -167,7 +167,7 @@ def test_signalled_processes(long_run: tuple[PreprocessConfig, dict[str, bytes]]
             os.killpg(process.pid, number)  # as launchers do: the workers get it too
         _, said = process.communicate()  # returns when the last of its workers has closed the pipe
     assert process.returncode == (-number if number == signal.SIGKILL else 128 + number), said
-    assert number == signal.SIGKILL or b"the same command goes on from there" in said
+    assert number == signal.SIGKILL or b"repeat the same command to resume" in said
     assert b"Traceback" not in said
     assert record.exists()
     assert 0 < json.loads(record.read_bytes())["summary"]["documents"] < 1500
@@ -209,9 +209,9 @@ def test_summary_and_places_survive(
     whole = preprocess(config)
     for num_chunks in range(1, 5):
         interrupt(monkeypatch, config, num_chunks)
-        assert "the same command goes on from there" in capsys.readouterr().err
+        assert "repeat the same command to resume" in capsys.readouterr().err
         summary = preprocess(config)
-        assert "going on after" in capsys.readouterr().err
+        assert "resuming after" in capsys.readouterr().err
         summary.seconds = whole.seconds
         assert summary == whole
     assert [example.place for example in whole.examples] == [f"{tmp_path}/a.jsonl:6", f"{tmp_path}/b.jsonl:8"]
@@ -236,7 +236,10 @@ def test_nothing_is_left_when_nothing_was_done(config: PreprocessConfig, monkeyp
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"append_eod": False}, r"had append_eod True, this one has False; do as before to go on, or give --no-resume"),
+        (
+            {"append_eod": False},
+            "had append_eod True, this one has False; repeat the original command to resume, or give --no-resume",
+        ),
         ({"json_keys": ("b", "text")}, r"had json_keys \['text', 'b'\]"),
         ({"vocab_file": "other"}, "had tokenizer"),
         ({"input": ("b.jsonl",)}, r"input 1 of the interrupted run was .*a\.jsonl, now it is .*b\.jsonl"),

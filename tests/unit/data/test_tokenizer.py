@@ -133,7 +133,7 @@ def test_missing_settings(tmp_path: Path) -> None:
         build_tokenizer(BertDataConfig())
     with pytest.raises(UserError, match="merge_file is not given"):
         build_tokenizer(GPTDataConfig(vocab_file="x"))
-    with pytest.raises(UserError, match="merge_file y is given, but BertWordPieceLowerCase takes vocab_file alone"):
+    with pytest.raises(UserError, match="merge_file y is given, but BertWordPieceLowerCase takes vocab_file only"):
         build_tokenizer(BertDataConfig(vocab_file="x", merge_file="y"))
     with pytest.raises(UserError, match="No such file"):
         build_tokenizer(BertDataConfig(vocab_file=str(tmp_path / "none")))
