@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from megatron01.config.commands import PreprocessConfig
 from megatron01.data import IndexedDataset
 from megatron01.data.preprocessing.corpus import Chunk, Position, read_chunks
 from megatron01.data.preprocessing.documents import decode_chunk
-from megatron01.data.preprocessing.encoding import cached_tokenizer, cached_words, encode_chunk
+from megatron01.data.preprocessing.encoding import Encoder
 from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.preprocessing.sentences import split_sentences
+from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
@@ -116,7 +118,7 @@ def markdown(rates: Sequence[Rate]) -> str:
 
 def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:
     """Each step of a worker alone, over the whole corpus, by CPU time."""
-    tokenizer = cached_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     chunks: list[Chunk] = []
 
     def read() -> None:
@@ -127,9 +129,9 @@ def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> lis
         return [texts[0] for chunk in decoded for _, texts in chunk.documents]
 
     def encode() -> None:
-        cached_words.cache_clear()  # a new process starts with an empty cache
+        encoder = Encoder(config, tokenizer)  # as a new process, with an empty cache
         for chunk in chunks:
-            encode_chunk(config, chunk)
+            encoder.encode(chunk)
 
     read()
     texts = decode()
@@ -166,7 +168,6 @@ def _side_by_side(task: str, config: PreprocessConfig, size: float, rounds: int)
 
 
 def _preprocess(config: PreprocessConfig) -> int:
-    cached_words.cache_clear()
     with contextlib.redirect_stderr(io.StringIO()):
         summary = preprocess(config)
     return len(IndexedDataset(summary.outputs[0]).tokens)
@@ -199,7 +200,7 @@ class _EncodeBatch:
     config: PreprocessConfig
 
     def __call__(self, batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        tokenizer = cached_tokenizer(self.config)
+        tokenizer = _tokenizer(self.config)
         end = [tokenizer.eod] if self.config.append_eod and tokenizer.eod is not None else []
         if not self.config.split_sentences:
             ids = [document + end for document in tokenizer.encode_batch(batch["text"])]
@@ -208,6 +209,12 @@ class _EncodeBatch:
         encoded = iter(tokenizer.encode_batch([sentence for sentences in cut for sentence in sentences]))
         nested = [[next(encoded) for _ in sentences] for sentences in cut]
         return {"ids": nested, "num_tokens": [sum(map(len, sentences)) for sentences in nested]}
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(config: PreprocessConfig) -> Tokenizer:
+    """The tokenizer of a process of ``datasets.map``, built once."""
+    return build_tokenizer(config)
 
 
 def _median(do: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:

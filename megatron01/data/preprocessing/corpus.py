@@ -50,7 +50,6 @@ class Chunk:
         too_long: lines of the one document that was skipped here because it is too long; ``data`` is empty.
     """
 
-    source: str
     format: Literal["jsonl", "text", "table"]
     data: bytes
     end: Position
@@ -329,7 +328,7 @@ class TextSource(Source):
             cutter = _Cutter(blocks, self.format, self.longest, start)
             for data, too_long in cutter.pieces():
                 end = Position(offset=cutter.offset, checksum=cutter.checksum, consumed=stream.position)
-                yield Chunk(self.name, self.format, data, end, too_long)
+                yield Chunk(self.format, data, end, too_long)
 
     def _behind(self, start: Position, blocks: Iterator[bytes]) -> Iterator[bytes]:
         """The blocks from ``start`` on, after comparing the checksum of what lies before."""

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from typing import Any
 
 import numpy as np
@@ -59,11 +58,7 @@ _PARALLELISM = "TOKENIZERS_PARALLELISM"  # read by the tokenizers library at eac
 
 
 class WordCache:
-    """Encodes texts as a tokenizer does, with a cache of words if the type of the tokenizer allows it.
-
-    Args:
-        tokenizer: encodes words that are not in the cache, or all texts.
-    """
+    """Encodes texts as ``tokenizer`` does, with a cache of words if the type of the tokenizer allows it."""
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_type: TokenizerType, dtype: DTypeLike) -> None:
         self._tokenizer = tokenizer
@@ -75,10 +70,13 @@ class WordCache:
     def encode(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         """Token ids of all texts, concatenated, in ``dtype``; and int64[len(texts)], the number of ids of each."""
         parts = [[text] if self._pieces is None else _parts(text) for text in texts]
+        all_parts = list(chain.from_iterable(parts))
+        ends = accumulate(map(len, all_parts))
         tokens = [np.empty(0, self._dtype)]
         sizes = [np.empty(0, np.int64)]
-        for batch in _batches(list(chain.from_iterable(parts))):
-            words = [self._words(part) for part in batch]
+        # each tokenizer call has overhead: parts are encoded together, as many as _CHARACTERS_AT_A_TIME allows
+        for _, batch in groupby(zip(all_parts, ends, strict=True), key=lambda part: part[1] // _CHARACTERS_AT_A_TIME):
+            words = [self._words(part) for part, _ in batch]
             ids = self._encode_words(list(chain.from_iterable(words)))
             lengths = np.fromiter(map(len, ids), np.int64, count=len(ids))
             tokens.append(np.fromiter(chain.from_iterable(ids), self._dtype, count=int(lengths.sum())))
@@ -119,19 +117,7 @@ def _parts(text: str) -> list[str]:
             break
         parts.append(text[start : place.end()])
         start = place.end()
-    return [*parts, text[start:]] if parts else [text]
-
-
-def _batches(texts: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Groups of consecutive texts of about ``_CHARACTERS_AT_A_TIME`` together, as each tokenizer call has overhead."""
-    first = num_characters = 0
-    for index, text in enumerate(texts):
-        num_characters += len(text)
-        if num_characters >= _CHARACTERS_AT_A_TIME:
-            yield texts[first : index + 1]
-            first, num_characters = index + 1, 0
-    if first < len(texts):
-        yield texts[first:]
+    return [*parts, text[start:]]
 
 
 @dataclass(frozen=True)
@@ -152,116 +138,89 @@ class EncodedDocuments:
 
 
 @dataclass(frozen=True)
-class Rejection:
-    """A document that was left out.
-
-    Attributes:
-        source: the file it is in.
-        line: the line on which it begins, or its row; from 0 within the chunk, or from 1 within the source.
-    """
-
-    reason: str
-    source: str
-    line: int
-
-    @property
-    def place(self) -> str:
-        return f"{self.source}:{self.line}"
-
-
-@dataclass(frozen=True)
 class EncodedChunk:
     """The documents of a chunk for each JSON key, and those left out.
 
     Attributes:
         columns: the same documents, once for each key.
-        rejections: in the order of the input, with lines counted from 0 within the chunk.
+        rejected: line (from 0 within the chunk) and reason of each document left out, in the order of the input.
     """
 
     columns: list[EncodedDocuments]
-    rejections: list[Rejection]
+    rejected: list[tuple[int, str]]
     num_lines: int
     num_bytes: int
 
 
-@lru_cache(maxsize=1)
-def cached_tokenizer(settings: PreprocessConfig) -> Tokenizer:
-    """The tokenizer of these settings, built once in each process."""
-    return build_tokenizer(settings)
+class Encoder:
+    """Decodes, splits and tokenizes the documents of chunks."""
 
+    def __init__(self, settings: PreprocessConfig, tokenizer: Tokenizer) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._words = WordCache(tokenizer, settings.tokenizer_type, token_dtype(tokenizer.vocab_size))
 
-@lru_cache(maxsize=1)
-def cached_words(settings: PreprocessConfig) -> WordCache:
-    """The word cache of this process."""
-    tokenizer = cached_tokenizer(settings)
-    return WordCache(tokenizer, settings.tokenizer_type, token_dtype(tokenizer.vocab_size))
+    def encode(self, chunk: Chunk) -> EncodedChunk:
+        """The token ids of a chunk.
 
+        A document is left out whole, for all keys, if any of its texts is missing or has no tokens, so that document k
+        is the same in every output.
+        """
+        settings = self._settings
+        decoded = decode_chunk(chunk, settings.json_keys, settings.max_document_mb)
+        columns = [
+            self._tokenize([texts[number] for _, texts in decoded.documents])
+            for number in range(len(settings.json_keys))
+        ]
+        kept = np.ones(len(decoded.documents), dtype=np.bool_)
+        for _, sizes, documents in columns:
+            kept &= np.bincount(documents, sizes, minlength=kept.size) > 0
+        empty = [(decoded.documents[index][0], "empty document") for index in np.flatnonzero(~kept)]
+        return EncodedChunk(
+            columns=[self._select(kept, *column) for column in columns],
+            rejected=sorted(decoded.rejected + empty),
+            num_lines=decoded.num_lines,
+            num_bytes=len(chunk.data),
+        )
 
-def encode_chunk(settings: PreprocessConfig, chunk: Chunk) -> EncodedChunk:
-    """Decode, split and tokenize the documents of a chunk.
+    def _tokenize(self, texts: Sequence[str]) -> tuple[NDArray[np.integer], NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids of documents, flat; int64, tokens in each sequence, 0 for some; int64, document of each sequence.
 
-    A document is left out whole, for all keys, if any of its texts is missing or has no tokens, so that document k is
-    the same in every output.
-    """
-    decoded = decode_chunk(chunk, settings.json_keys, settings.max_document_mb)
-    encoded = [
-        _encode(settings, [texts[number] for _, texts in decoded.documents])
-        for number in range(len(settings.json_keys))
-    ]
-    kept = np.ones(len(decoded.documents), dtype=np.bool_)
-    for _, sizes, documents in encoded:
-        kept &= np.bincount(documents, sizes, minlength=kept.size) > 0
-    empty = [(decoded.documents[index][0], "empty document") for index in np.flatnonzero(~kept)]
-    return EncodedChunk(
-        columns=[_select(settings, kept, *column) for column in encoded],
-        rejections=[Rejection(reason, chunk.source, line) for line, reason in sorted(decoded.rejected + empty)],
-        num_lines=decoded.num_lines,
-        num_bytes=len(chunk.data),
-    )
+        A sequence is a sentence if ``split_sentences`` is set, else a document.
+        """
+        settings = self._settings
+        documents, sequences = np.arange(len(texts)), texts
+        if settings.split_sentences:
+            split = [split_sentences(text, lang=settings.lang, keep_newlines=settings.keep_newlines) for text in texts]
+            documents = np.repeat(documents, [len(sentences) for sentences in split])
+            sequences = list(chain.from_iterable(split))
+        tokens, sizes = self._words.encode(sequences)
+        return tokens, sizes, documents
 
-
-def _encode(
-    settings: PreprocessConfig, texts: Sequence[str]
-) -> tuple[NDArray[np.integer], NDArray[np.int64], NDArray[np.int64]]:
-    """The token ids of documents, split into sentences if ``split_sentences`` is set.
-
-    Returns:
-        All token ids, one sequence after the other; int64, tokens in each sequence, 0 for some; int64, number of the
-        document of each sequence.
-    """
-    documents, sequences = np.arange(len(texts)), texts
-    if settings.split_sentences:
-        cut = [split_sentences(text, lang=settings.lang, keep_newlines=settings.keep_newlines) for text in texts]
-        documents = np.repeat(documents, [len(sentences) for sentences in cut])
-        sequences = list(chain.from_iterable(cut))
-    tokens, sizes = cached_words(settings).encode(sequences)
-    return tokens, sizes, documents
-
-
-def _select(
-    settings: PreprocessConfig,
-    kept: NDArray[np.bool_],
-    tokens: NDArray[np.integer],
-    sizes: NDArray[np.int64],
-    documents: NDArray[np.int64],
-) -> EncodedDocuments:
-    """The kept documents of ``_encode``'s result, without empty sequences, with end-of-document tokens if wanted."""
-    tokenizer = cached_tokenizer(settings)
-    kept_sequences = kept[documents] & (sizes > 0)
-    if not kept_sequences.all():
-        tokens = tokens[np.repeat(kept_sequences, sizes)]
-    sizes = sizes[kept_sequences]
-    sentences = np.bincount(documents[kept_sequences], minlength=kept.size)[kept]
-    num_unknown = 0 if tokenizer.unknown is None else np.count_nonzero(tokens == tokenizer.unknown)
-    if settings.append_eod and tokenizer.eod is not None:
-        last = np.cumsum(sentences) - 1
-        tokens = np.insert(tokens, np.cumsum(sizes)[last], tokenizer.eod)
-        sizes[last] += 1
-    return EncodedDocuments(tokens, sizes.astype(np.int32), sentences.astype(np.int32), int(num_unknown))
+    def _select(
+        self,
+        kept: NDArray[np.bool_],
+        tokens: NDArray[np.integer],
+        sizes: NDArray[np.int64],
+        documents: NDArray[np.int64],
+    ) -> EncodedDocuments:
+        """The kept documents, without empty sequences, with end-of-document tokens if ``append_eod`` is set."""
+        unknown, eod = self._tokenizer.unknown, self._tokenizer.eod
+        kept_sequences = kept[documents] & (sizes > 0)
+        if not kept_sequences.all():
+            tokens = tokens[np.repeat(kept_sequences, sizes)]
+        sizes = sizes[kept_sequences]
+        sentences = np.bincount(documents[kept_sequences], minlength=kept.size)[kept]
+        num_unknown = 0 if unknown is None else int(np.count_nonzero(tokens == unknown))
+        if self._settings.append_eod and eod is not None:
+            last = np.cumsum(sentences) - 1
+            tokens = np.insert(tokens, np.cumsum(sizes)[last], eod)
+            sizes[last] += 1
+        return EncodedDocuments(tokens, sizes.astype(np.int32), sentences.astype(np.int32), num_unknown)
 
 
 def encode_in_order(
-    settings: PreprocessConfig, chunks: Iterator[Chunk], workers: int
+    settings: PreprocessConfig, tokenizer: Tokenizer, chunks: Iterator[Chunk], workers: int
 ) -> Generator[tuple[Position, EncodedChunk], None, None]:
     """(end, encoded chunk) in the order of the input, whatever the number of processes.
 
@@ -273,16 +232,17 @@ def encode_in_order(
     """
     with _single_threaded_tokenizer():
         if workers == 1:
+            encoder = Encoder(settings, tokenizer)
             for chunk in chunks:
-                yield chunk.end, encode_chunk(settings, chunk)
+                yield chunk.end, encoder.encode(chunk)
             return
         try:
             with ProcessPool(_open_encoder, [(settings,)] * workers, tasks_ahead=_CHUNKS_PER_WORKER) as pool:
                 yield from _encode_with(pool, chunks, _CHUNKS_PER_WORKER * workers)
         except WorkerDied as error:
             raise UserError(
-                f"one of {workers} preprocessing processes ended with status {error.status}, perhaps for want of"
-                " memory; use fewer workers"
+                f"one of {workers} preprocessing processes ended with status {error.status}, perhaps because memory"
+                " ran out; use fewer workers"
             ) from error
 
 
@@ -290,12 +250,9 @@ def _encode_with(pool: ProcessPool, chunks: Iterator[Chunk], most: int) -> Itera
     """As ``encode_in_order``, with at most ``most`` chunks, fewer of long documents, in flight."""
     pending: deque[tuple[int, Position, int]] = deque()  # number, end and bytes of chunks, in the order of the input
     encoded: dict[int, EncodedChunk] = {}
-    num_bytes = 0
 
     def first() -> tuple[Position, EncodedChunk]:
-        number, end, size = pending.popleft()
-        nonlocal num_bytes
-        num_bytes -= size
+        number, end, _ = pending.popleft()
         while number not in encoded:
             done, result = pool.receive()
             encoded[done] = result
@@ -303,15 +260,15 @@ def _encode_with(pool: ProcessPool, chunks: Iterator[Chunk], most: int) -> Itera
 
     for chunk in chunks:
         pending.append((pool.submit(chunk), chunk.end, len(chunk.data)))
-        num_bytes += len(chunk.data)
-        while pending and (len(pending) >= most or num_bytes > 2 * most * CHUNK_BYTES):
+        while len(pending) >= most or sum(size for _, _, size in pending) > 2 * most * CHUNK_BYTES:
             yield first()
     while pending:
         yield first()
 
 
 def _open_encoder(settings: PreprocessConfig) -> Callable[[Chunk, Any], EncodedChunk]:
-    return lambda chunk, report: encode_chunk(settings, chunk)
+    encoder = Encoder(settings, build_tokenizer(settings))
+    return lambda chunk, report: encoder.encode(chunk)
 
 
 @contextmanager

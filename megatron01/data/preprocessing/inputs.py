@@ -71,7 +71,7 @@ class ParquetSource(Source):
                     row += batch.num_rows
                     if data.num_rows:
                         end = Position(offset=row, consumed=self.size * row // total)
-                        yield Chunk(self.name, "table", _serialize(data), end)
+                        yield Chunk("table", _serialize(data), end)
 
     def _open(self) -> pyarrow.parquet.ParquetFile:
         return _import("pyarrow.parquet").ParquetFile(self.name, page_checksum_verification=True)
@@ -116,7 +116,7 @@ class DatasetSource(Source):
                 if row > start.offset:
                     if self.size is not None:
                         consumed = self.size * row // len(self._rows)
-                    yield Chunk(self.name, "table", data, Position(offset=row, checksum=checksum, consumed=consumed))
+                    yield Chunk("table", data, Position(offset=row, checksum=checksum, consumed=consumed))
         if row < start.offset:
             raise self.changed()
 

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,14 +36,27 @@ from megatron01.data.indexed import (
     write_origin,
 )
 from megatron01.data.preprocessing.corpus import Position, Source, read_chunks
-from megatron01.data.preprocessing.encoding import EncodedChunk, Rejection, cached_tokenizer, encode_in_order
+from megatron01.data.preprocessing.encoding import EncodedChunk, encode_in_order
 from megatron01.data.preprocessing.inputs import resolve_inputs
-from megatron01.data.tokenizers import Tokenizer
+from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.files import open_locked, write_atomically
 from megatron01.utils.formatting import format_duration
 
 _EXAMPLES_PER_REASON = 3
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A document that was left out; ``line`` is the line on which it begins, or its row, from 1 within the source."""
+
+    reason: str
+    source: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        return f"{self.source}:{self.line}"
 
 
 @dataclass
@@ -70,23 +83,6 @@ class PreprocessSummary:
     examples: list[Rejection] = field(default_factory=list)
     num_bytes: int = 0
     seconds: float = 0.0
-
-    def add(self, encoded: EncodedChunk, rejections: list[Rejection]) -> None:
-        """Count a chunk.
-
-        Args:
-            rejections: of the chunk, with line numbers in the source.
-        """
-        for prefix, documents in zip(self.outputs, encoded.columns, strict=True):
-            self.sequences[prefix] += len(documents.sizes)
-            self.tokens[prefix] += len(documents.tokens)
-            self.unknown[prefix] += documents.num_unknown
-        self.documents += len(documents.sentences)
-        self.num_bytes += encoded.num_bytes
-        for rejection in rejections:
-            self.rejected[rejection.reason] += 1
-            if self.rejected[rejection.reason] <= _EXAMPLES_PER_REASON:
-                self.examples.append(rejection)
 
     def report(self) -> str:
         """The summary as text."""
@@ -293,7 +289,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
             unusable document with ``strict``, or if an interrupted run with the same output had other settings or
             inputs. Progress so far, if any, is kept for a resume.
     """
-    tokenizer = cached_tokenizer(config)
+    tokenizer = build_tokenizer(config)
     if config.append_eod and tokenizer.eod is None:
         raise UserError(f"append_eod is set, but {tokenizer.name} has no end-of-document token; leave it out")
     if config.partitions is not None:
@@ -355,7 +351,7 @@ class _Run:
         start = self._record.position
         progress = Progress(total, before[start.source] + start.consumed, self.summary, self._config.log_interval)
         chunks = read_chunks(self._sources, start, verify=self._verify)
-        encoded_chunks = encode_in_order(self._config, chunks, self._workers(total))
+        encoded_chunks = encode_in_order(self._config, self._tokenizer, chunks, self._workers(total))
         with closing(progress), closing(encoded_chunks):
             for end, encoded in encoded_chunks:
                 self._write(end, encoded)
@@ -427,17 +423,26 @@ class _Run:
         return found == (state.num_sequences, state.num_documents, state.num_tokens)
 
     def _write(self, end: Position, encoded: EncodedChunk) -> None:
-        record = self._record
+        record, summary = self._record, self.summary
         line = record.line if end.source == record.position.source else 0
-        rejections = [replace(rejection, line=line + rejection.line + 1) for rejection in encoded.rejections]
+        source = self._sources[end.source].name
+        rejections = [Rejection(reason, source, line + number + 1) for number, reason in encoded.rejected]
         if rejections and self._config.strict:
             first = rejections[0]
             raise UserError(f"{first.place}: {first.reason}; fix it, or leave out strict to skip such documents")
         self._is_consistent = False
-        for prefix, documents in zip(record.summary.outputs, encoded.columns, strict=True):
+        for prefix, documents in zip(summary.outputs, encoded.columns, strict=True):
             self._builders[prefix].add_documents(documents.tokens, documents.sizes, documents.sentences)
-        record.summary.add(encoded, rejections)
-        record.summary.seconds = self._seconds_before + time.monotonic() - self._start
+            summary.sequences[prefix] += len(documents.sizes)
+            summary.tokens[prefix] += len(documents.tokens)
+            summary.unknown[prefix] += documents.num_unknown
+        summary.documents += len(documents.sentences)
+        summary.num_bytes += encoded.num_bytes
+        for rejection in rejections:
+            summary.rejected[rejection.reason] += 1
+            if summary.rejected[rejection.reason] <= _EXAMPLES_PER_REASON:
+                summary.examples.append(rejection)
+        summary.seconds = self._seconds_before + time.monotonic() - self._start
         record.position, record.line = end, line + encoded.num_lines
         self._is_consistent = True
 

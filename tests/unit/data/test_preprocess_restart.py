@@ -22,7 +22,7 @@ import pytest
 
 from megatron01.config.commands import PreprocessConfig
 from megatron01.data.preprocessing import corpus
-from megatron01.data.preprocessing.encoding import encode_chunk
+from megatron01.data.preprocessing.encoding import Encoder
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from megatron01.utils.files import open_locked
@@ -65,13 +65,14 @@ class Interrupted(Exception):
 def stop_after(monkeypatch: pytest.MonkeyPatch, num_chunks: int, error: BaseException) -> None:
     """Let the next run end with ``error`` after it has encoded ``num_chunks`` chunks."""
     done = iter(range(num_chunks))
+    original = Encoder.encode
 
     def encode(*arguments: Any) -> Any:
         if next(done, None) is None:
             raise error
-        return encode_chunk(*arguments)
+        return original(*arguments)
 
-    monkeypatch.setattr("megatron01.data.preprocessing.encoding.encode_chunk", encode)
+    monkeypatch.setattr(Encoder, "encode", encode)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, config: PreprocessConfig, num_chunks: int) -> None:
@@ -184,7 +185,7 @@ def test_signalled_while_workers_start(long_run: tuple[PreprocessConfig, dict[st
         os.killpg(process.pid, signal.SIGTERM)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM, said
-    assert b"want of memory" not in said and b"Traceback" not in said
+    assert b"because memory ran out" not in said and b"Traceback" not in said
     assert preprocess(config).documents == 1500
     assert files(Path(config.output_prefix).parent) == expected
 
@@ -198,7 +199,7 @@ def test_killed_worker(long_run: tuple[PreprocessConfig, dict[str, bytes]]) -> N
         os.kill(workers_of(process)[0], signal.SIGKILL)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 2, said
-    assert b"perhaps for want of memory; use fewer workers" in said and b"Traceback" not in said
+    assert b"perhaps because memory ran out; use fewer workers" in said and b"Traceback" not in said
     assert preprocess(config).documents == 1500
     assert files(record.parent) == expected
 
