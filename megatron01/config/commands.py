@@ -376,8 +376,7 @@ class PreprocessConfig(TextConfig):
     split_sentences: bool = False
     """Store one sequence per sentence, as BERT needs, instead of one per document."""
     lang: Lang = "english"
-    """How sentences are found: english by rules; lines takes each line of a text for one, for text in other languages
-    that another program has cut."""
+    """How sentences are found: english: by rules; lines: each line is one, for text that another program has split."""
     keep_newlines: bool = False
     """With split_sentences, leave the line breaks in and after sentences, which WordPiece ignores but others do not."""
     append_eod: bool = False
@@ -385,7 +384,7 @@ class PreprocessConfig(TextConfig):
     workers: int | None = None
     """Processes that tokenize; 1 works in the calling process. All cores, or 1 for little text, when not given."""
     partitions: int | None = None
-    """Without effect, for command lines made for Megatron-LM: one pass of any number of workers writes one output."""
+    """Ignored; accepted for Megatron-LM's command lines, as one pass of any number of workers writes one output."""
     log_interval: int = 10000
     """Documents between two progress lines, where the output is no terminal."""
     checkpoint_seconds: float = 20.0
@@ -393,7 +392,7 @@ class PreprocessConfig(TextConfig):
     resume: bool = True
     """Go on where an interrupted run with the same output stopped; otherwise what it did is thrown away."""
     strict: bool = False
-    """Stop at the first document that cannot be used instead of leaving it out."""
+    """Stop at the first document that cannot be used, instead of skipping it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -418,19 +417,20 @@ class DoctorConfig:
     """Checks of the machines of a job."""
 
     shared_folder: Path = Path()
-    """A folder that all nodes must share: the run's, or its parent."""
+    """A folder that all nodes must share: the run's folder, or its parent."""
     required_gigabytes: float = 1.0
-    """Free space that it must have; a checkpoint takes about 20 bytes a parameter and replica."""
+    """Free space in GB that shared_folder must have; a checkpoint takes about 20 bytes per parameter and replica."""
     expected_gpus: int | None = None
-    """GPUs that every process must see at least; by default as many as the first one, in sum over its node."""
+    """GPUs that every process must see at least; when not given, as many as the first process."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What carries the measured exchanges; auto takes nccl where every process has a GPU."""
+    """Collective library to measure; auto: nccl where every process has a GPU."""
     comm_backend: Literal["torch", "mpi"] = "torch"
-    """As in training: mpi measures the all-to-all over MPI."""
+    """Transport as in training; mpi measures the all-to-all over MPI."""
     megabytes: float = 64.0
     """Largest message that is measured, per process; slower networks get smaller ones."""
     timeout_seconds: float = 120.0
-    """For the processes to meet, and for every exchange. After three times as long, whatever hangs is ended."""
+    """Seconds for the processes to find each other, and for each exchange; the command as a whole ends after three
+    times as long."""
 
     def __post_init__(self) -> None:
         require_positive(self, "megabytes", "timeout_seconds")

@@ -30,14 +30,14 @@ class OptimizerConfig:
     """Optimizer, learning-rate schedule and the 1-bit exchange."""
 
     optimizer: str = field(default="zero_one_adam", metadata={"names": OPTIMIZERS, "expected": EXPECTED})
-    """zero_one_adam (1 bit, most rounds skipped), one_bit_adam (1 bit, every step), quantized_adam (4-bit gradients),
-    bin_sgdm (1 bit, no second moment), soft_sign_sgd (bin_sgdm without the bits), sgdm (full gradients), adam (DDP with
-    full gradients), or one of your own as package.module.Class."""
+    """zero_one_adam (0/1 Adam: 1-bit synchronization, local steps between), one_bit_adam (1-bit Adam: 1-bit momentum at
+    every step), quantized_adam (Adam, 4-bit gradients), bin_sgdm (1 bit, no second moment), soft_sign_sgd (bin_sgdm in
+    fp32), sgdm and adam (full gradients), or your own as package.module.Class."""
     optimizer_arguments: tuple[str, ...] = ()
     """Settings of an optimizer of your own, as name=value."""
     auto: bool = False
-    """Measure a step and the link when a run begins, and choose adam or zero_one_adam, its policy and longest interval;
-    what is chosen stays when the run is resumed."""
+    """When a run begins, measure its compute time and the network, and set optimizer (adam or zero_one_adam),
+    sync_policy, max_sync_interval and bucket_elements to what is fastest; a resumed run keeps them."""
     lr: float = 1e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -49,81 +49,91 @@ class OptimizerConfig:
     lr_warmup_iters: int | None = None
     """Steps of linear warm-up; 0 when neither this nor the fraction is given."""
     lr_warmup_fraction: float | None = None
-    """Warm-up as a share of the decay steps; contradicts lr_warmup_iters."""
+    """Warm-up as a fraction of the decay steps; give this or lr_warmup_iters."""
     lr_warmup_init: float = 0.0
     """Learning rate of the first warm-up step."""
     lr_decay_rate: float = 0.99
-    """exponential: factor applied every lr_decay_interval steps."""
+    """exponential: factor on the learning rate every lr_decay_interval steps."""
     lr_decay_interval: int = 520
-    """exponential: steps between two applications of lr_decay_rate."""
+    """exponential: steps between two multiplications by lr_decay_rate."""
     lr_wsd_decay_iters: int | None = None
     """WSD: steps of the final decay; a tenth of the decay steps when not given."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """WSD: shape of the final decay."""
     adam_beta1: float = 0.9
-    """Decay of the momentum."""
+    """Decay rate of the momentum per step."""
     adam_beta2: float = 0.999
-    """Decay of the second moment."""
+    """Decay rate of the second moment per step."""
     adam_eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    """Added to the square root of the second moment in the denominator."""
     weight_decay: float = 0.01
     """Decoupled weight decay of matrices and embeddings; biases and norms have none."""
     clip_grad: float = 1.0
-    """Largest norm of the gradient; 0 turns clipping off."""
+    """Largest global norm of the gradient; 0 turns clipping off."""
     clip_grad_by: Literal["mean", "local"] = "mean"
-    """Norm to clip by: of the mean gradient, estimated at steps that do not average gradients; or of each replica's own
-    (local gradient clipping), which shortens steps by up to the square root of the number of replicas."""
+    """Norm to clip by. mean: of the mean gradient, estimated at steps that do not average gradients. local: each
+    replica's own there, which is larger by up to the square root of the number of replicas, so steps get shorter."""
     variance_kappa: int = 16
-    """The interval between two refreshes of the second moment doubles every this many refreshes."""
+    """zero_one_adam: the steps from one refresh of the second moment (a full step) to the next double after every this
+    many refreshes. Larger: more full steps."""
     variance_freeze_step: int | None = None
-    """Step from which the second moment is frozen; the first with an interval above the shortest when not given."""
+    """zero_one_adam: step from which the second moment is frozen (no more full steps). When not given: the first step
+    whose synchronization interval is longer than right after the warm-up."""
     momentum_bias_correction: bool = True
-    """zero_one_adam, one_bit_adam: divide steps by 1 - beta1^(t + 1), as Adam does; the published algorithms do not."""
+    """zero_one_adam, one_bit_adam: divide steps by 1 - beta1^(t + 1), as in Adam; off as published."""
     variance_bias_correction: bool = True
-    """Divide the second moment by one minus the product of its decays."""
+    """Bias correction of the second moment: divide it by 1 minus the product of its decays; off as published."""
     variance_decay: Literal["elapsed", "per_refresh"] = "elapsed"
-    """Decay the second moment by the steps since its last refresh, or once per refresh as published."""
+    """zero_one_adam: decay of the second moment at a refresh. elapsed: beta2 to the power of the steps since the last
+    one; per_refresh: beta2, as published, which forgets early training too slowly."""
     variance_decay_floor: float = 0.9
-    """elapsed: smallest decay, so that one batch never makes up most of the second moment."""
+    """variance_decay elapsed: smallest decay at a refresh, so that one gradient never makes up most of the second
+    moment."""
     freeze_step: int | None = None
-    """one_bit_adam: step that freezes the second moment; 1-bit steps follow. When it is stable, if not given."""
+    """one_bit_adam: step from which the second moment is frozen and all steps are 1-bit. When not given: after the
+    warm-up, once freeze_ratio holds."""
     freeze_ratio: float = 0.96
-    """one_bit_adam: stable means that 1 / (1 - beta2) steps ago its L1 norm was this share of today's."""
+    """one_bit_adam without freeze_step: freeze the second moment once its L1 norm 1 / (1 - beta2) steps ago was at
+    least this fraction of the present one (0.96 as published)."""
     soft_sign_max: bool = False
-    """bin_sgdm, soft_sign_sgd: the mean magnitude of gradients never falls, as in AMSGrad."""
+    """bin_sgdm, soft_sign_sgd: the running mean of gradient magnitudes never falls, as in AMSGrad."""
     sync_policy: str = "schedule:2"
-    """When replicas synchronize: schedule (from the learning rate, as published), schedule:K (K times as rarely after
-    the warm-up), every, constant:K, or doubling:START,PERIOD."""
+    """zero_one_adam: when replicas synchronize. schedule: intervals grow as the learning rate decays (as published);
+    schedule:K: K times as long after the warm-up; every: each step; constant:K; doubling:START,PERIOD."""
     max_sync_interval: int = 16
-    """Most steps between two synchronizations."""
+    """zero_one_adam: largest number of steps between two synchronizations."""
     local_scale: float = 0.5
-    """zero_one_adam: share of its accumulated step by which a replica's weights move until the next synchronization;
-    1 as published."""
+    """zero_one_adam: fraction of its accumulated step that a replica applies to its weights between synchronizations. A
+    half estimates the mean step best; 1 as published."""
     block_size: int = 1024
-    """Consecutive elements that share one scale in an exchange; a power of two."""
+    """Elements of a quantization block, which share one scale; a power of two. Smaller blocks had higher losses."""
     compressor: Literal["one_bit", "none"] = "one_bit"
-    """none sends full precision instead of bits, for comparison."""
+    """one_bit: signs and a scale per block, with error feedback; none: full precision, for comparison."""
     dead_threshold: float = 1e-3
-    """Elements whose root second moment is below this share of their block's mean stay out of the exchange."""
+    """Elements whose root second moment is below this fraction of their block's mean are left out of 1-bit exchanges:
+    1e-3 leaves out those whose gradient is only rounding noise."""
     step_bound: float | None = None
-    """No weight moves by more than this many learning rates a step; 0: no bound. 1 for zero_one_adam and 3 for
-    one_bit_adam, if not given; Adam cannot exceed 7.3."""
+    """Largest change of a weight per step, in learning rates; 0: no bound. When not given: 1 for zero_one_adam, 3 for
+    one_bit_adam; Adam's own bound is 7.3."""
     bucket_elements: int | None = None
-    """Elements that travel together: while one bucket is on the wire, the next is compressed. When not given, 4 Mi on
-    CPUs; on GPUs an eighth of the model, but 4 to 64 Mi."""
+    """Elements of a bucket: one is sent while the next is quantized. Fewer and larger buckets cost fewer kernel
+    launches, but overlap less. When not given: 4 Mi on CPUs; an eighth of the model on GPUs, 4 Mi to 64 Mi."""
     overlap_exchange: bool = True
-    """Start exchanges of full precision, or of every step, while the backward pass still runs, where that is exact."""
+    """Start exchanges while the backward pass still runs, where this does not change the result: full steps, and 1-bit
+    steps at an interval of 1 without clipping."""
     delay_synchronization: bool = False
-    """Receive the result of a 1-bit exchange one step later, so that it hides behind that step's computation."""
+    """zero_one_adam, one_bit_adam: apply the result of a 1-bit exchange one step later, so that it overlaps with that
+    step's computation."""
     watch_interval: int = 16
-    """1-bit exchanges between two measurements of the compression error; 0 never measures."""
+    """1-bit exchanges between two measurements of the quantization error (compression_error, error_feedback_ratio in
+    the metrics), each an extra pass over the buffers; 0 turns them off."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"] = "auto"
-    """Type of the gradients sent at full steps; auto is 4bit for zero_one_adam and quantized_adam, and else the type of
-    the model's weights. 8bit and 4bit quantize them with a scale for each block and feed back what that loses."""
+    """Type of gradients on the wire at full steps; 8bit and 4bit are quantized with a scale per block and error
+    feedback. auto: 4bit for zero_one_adam and quantized_adam, else the type of the model's weights."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
-    """zero_one_adam: type of all its state but the master weights, which stay fp32; bf16 takes half the memory."""
+    """zero_one_adam: type of the optimizer state; master weights are always fp32. bf16 halves its memory."""
     fused_adam: FusedKernels = "torch"
-    """adam: arithmetic by torch's fused AdamW, or by that of NVIDIA's apex; auto: apex where it works."""
+    """adam: torch's fused AdamW, or that of NVIDIA's apex; auto: apex where it works."""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "lr", "lr_warmup_iters", "weight_decay")

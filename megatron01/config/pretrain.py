@@ -39,11 +39,11 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = 128
     """The vocabulary is padded to a multiple of this."""
     recompute_activations: Recomputation = "none"
-    """What the backward pass computes again instead of finding it stored: full: layers, from their inputs; selective:
-    norms, GELU, and attention scores where they would be stored."""
+    """Activation recomputation: the backward pass recomputes, to save memory, whole layers from their inputs (full), or
+    norms, GELU and attention scores (selective, which costs less time)."""
     torch_compile: bool | None = None
-    """Compile each transformer layer with torch.compile; when not given, on GPUs that Triton's kernels serve, without
-    tensor parallelism and --deterministic."""
+    """Compile each transformer layer with torch.compile. When not given: on GPUs that Triton supports, without tensor
+    parallelism and without --deterministic."""
     fused_layernorm: FusedKernels = "torch"
     """Layer norms of torch, or the fused ones of NVIDIA's apex; auto: apex where it works."""
 
@@ -98,28 +98,28 @@ class TrainingConfig:
     train_iters: int = 1000
     """Steps to train."""
     exit_duration_in_mins: float | None = None
-    """Stop cleanly, with a checkpoint, after this many minutes."""
+    """Stop after this many minutes, with a checkpoint."""
     stopped_exit_code: int = 0
-    """Exit status of a run that a signal or the clock stopped before its end; 75, say, for launchers that requeue."""
+    """Exit status of a run that a signal or exit_duration_in_mins stopped early; such as 75 for launchers that requeue
+    by it."""
     precision: Precision = "fp32"
     """Type of the model's weights and arithmetic; master weights are always fp32."""
     tf32: bool = True
-    """fp32 on GPUs: matrix products round their factors to TF32 (10 bits of mantissa in place of 23), several times as
-    fast."""
+    """fp32 on GPUs: matrix products in TF32 (10 bits of mantissa in place of 23), several times as fast."""
     accumulate_grads_in_fp32: bool = True
-    """Add up the gradients of several micro-batches in fp32 when the model's weights are of 16 bit."""
+    """Accumulate the gradients of several micro-batches in fp32 when the model's weights are 16-bit."""
     initial_loss_scale: float = 2.0**16
-    """fp16: first loss scale."""
+    """fp16: initial loss scale."""
     min_loss_scale: float = 1.0
     """fp16: smallest loss scale."""
     loss_scale_window: int = 1000
-    """fp16: good steps after which the loss scale doubles."""
+    """fp16: steps in a row without overflow after which the loss scale doubles."""
     hysteresis: int = 2
-    """fp16: overflows before the loss scale halves."""
+    """fp16: overflows until the loss scale halves; further ones halve it each, until it has doubled again."""
     loss_scale: float | None = None
-    """fp16: a constant loss scale in place of the dynamic one."""
+    """fp16: constant loss scale in place of the dynamic one."""
     max_skipped_steps: int = 50
-    """fp16: overflows in a row after which the run stops."""
+    """Steps skipped in a row for gradients that are not finite (in fp16, overflow) after which the run stops."""
     eval_interval: int = 100
     """Steps between two evaluations on held-out text."""
     eval_iters: int = 10
@@ -127,7 +127,7 @@ class TrainingConfig:
     seed: int = 1234
     """Seed of the initial weights, the data order and dropout."""
     deterministic: bool = False
-    """Take kernels of torch that give the same bits each time; on a GPU some of them are slower."""
+    """Use only torch's deterministic kernels; some are slower on a GPU."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -177,18 +177,19 @@ class HealthConfig:
     """Health checks while training, and what they do."""
 
     check_replicas_interval: int = 1000
-    """Steps between two comparisons of the replicas' master weights and second moments; 0 turns them off."""
+    """Steps between two comparisons of the replicated state (master weights, second moments) over all replicas; 0 turns
+    them off."""
     loss_spike_factor: float | None = 1.5
-    """A training loss, mean of log_interval steps, that is this many times the mean of the last ones is a spike; none:
-    never."""
+    """A training loss (mean of log_interval steps) above this many times the mean of the last 20 such is a loss spike;
+    none turns the check off."""
     on_loss_spike: Literal["warn", "roll_back", "stop"] = "warn"
-    """roll_back: go on from the last checkpoint before it, and defer the samples since then to the end of training;
-    the same when gradients are not finite for too many steps."""
+    """roll_back: resume from the last checkpoint before the spike, and defer the samples since then to the end of
+    training; also when gradients are not finite for max_skipped_steps steps."""
     max_roll_backs: int = 3
-    """Times that a start of the run rolls back before it stops."""
+    """Roll-backs of one start of the run after which it stops."""
     straggler_factor: float | None = 1.5
-    """A replica that needs this many times as long as the median one for reading data and the forward pass, in five
-    lines of metrics in a row, is reported; none: never."""
+    """Warn of a rank whose data loading and forward pass take this many times the median's time in five lines of
+    metrics in a row; none turns the check off."""
 
     def __post_init__(self) -> None:
         require(
@@ -214,18 +215,18 @@ class CheckpointConfig:
     save_interval: int = 1000
     """Steps between two checkpoints; the last step is always saved."""
     async_save: bool = False
-    """Train on while a checkpoint is written; takes host memory for a copy of what each replica writes."""
+    """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
     load: str | None = None
     """Folder of checkpoints to resume from; 'auto' resumes from the --save folder if it holds one."""
     pretrained_checkpoint: str | None = None
-    """Folder of a trained model (of megatron01, Hugging Face or Megatron-LM) whose weights a run starts with where it
-    resumes from nothing; everything else is new."""
+    """Folder of a trained model (of megatron01, Hugging Face or Megatron-LM) whose weights a new run starts from;
+    optimizer state and step count start anew."""
     on_damaged_checkpoint: Literal["older", "stop"] = "older"
-    """older: pass over a checkpoint that is damaged and take the newest intact one; stop: end with an error."""
+    """older: skip a damaged checkpoint and resume from the newest intact one; stop: end with an error."""
     keep_last: int | None = None
-    """Newest checkpoints that are kept; all when not given."""
+    """Number of newest checkpoints to keep; all when not given."""
     keep_every: int | None = None
-    """Checkpoints of iterations that are multiples of this are kept beside those."""
+    """With keep_last: also keep the checkpoints of iterations that are multiples of this."""
 
     def __post_init__(self) -> None:
         require_positive(self, "save_interval", "keep_last", "keep_every")
@@ -255,7 +256,7 @@ class LoggingConfig:
     wandb_checkpoints: bool = False
     """Log each checkpoint to wandb as an artifact; its files are copied."""
     peak_tflops: float | None = None
-    """Peak rate of one process's processor, in 10^12 operations per second, for MFU; known GPUs need none."""
+    """Peak TFLOPS of one process's processor, for MFU; not needed for the GPUs that are known."""
 
     def __post_init__(self) -> None:
         require_positive(self, "log_interval", "peak_tflops")
@@ -267,32 +268,32 @@ class DistributedConfig:
     """Processes and communication."""
 
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Collective library; auto takes nccl where every replica has a GPU."""
+    """Collective library; auto: nccl where every replica has a GPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where replicas compute; auto: on their GPUs with nccl, on CPUs with gloo. With cuda and gloo, replicas of a node
-    may share a GPU, and what they exchange goes through host memory."""
+    """Where replicas compute; auto: on GPUs with nccl, on CPUs with gloo. With cuda and gloo, processes of a node may
+    share a GPU, and exchanges go through host memory."""
     distributed_timeout_minutes: float = 10.0
-    """A collective that takes longer ends the run."""
+    """Minutes after which a collective that has not finished ends the run."""
     threads_per_replica: int | None = None
-    """CPU threads of one replica; the machine's cores shared among its replicas when not given."""
+    """CPU threads of one process; when not given, the machine's cores divided by its processes."""
     comm_backend: Literal["torch", "mpi"] = "torch"
-    """What carries the exchanges: torch with distributed_backend, or MPI (mpi4py; start with mpirun)."""
+    """Transport of the exchanges: torch (distributed_backend) or MPI (mpi4py; start with mpirun)."""
     cuda_aware: bool = False
-    """mpi: the MPI library takes GPU memory; without, exchanges are copied through host memory."""
+    """comm_backend mpi: pass GPU memory to MPI directly; off: through host memory."""
     check_payloads: bool = True
-    """Compare a checksum of whatever replicas exchange on arrival: flipped bits end the run instead of spoiling it."""
+    """Checksum every payload of an exchange: a bit flipped on the way ends the run instead of corrupting it."""
     replica: Literal["process", "node"] = "process"
-    """What is a replica: each process, or the processes of a node together, which then average their gradients at
-    every step."""
+    """What is one replica, with weights of its own between synchronizations: process: each process; node: all processes
+    of a node, which average their gradients in 16 bits at every step."""
     shard_optimizer: bool = False
-    """With replica node: each process of a node keeps the optimizer's state for its share of the model only."""
+    """With --replica node: shard the optimizer state over the processes of a node (ZeRO)."""
     hierarchical: Literal["auto", "on", "off"] = "auto"
-    """Reduce inside each node first and exchange bits between nodes only; auto: with several nodes of several
-    processes."""
+    """Hierarchical all-reduce: 16 bits inside a node, 1 bit between nodes. auto: on with several nodes of several
+    processes each."""
     tensor_model_parallel_size: int = 1
-    """Processes that hold one replica of the model together, each a shard of every layer; they share a node."""
+    """Tensor parallelism: processes of a node that hold one replica together, each a shard of every layer."""
     sequence_parallel: bool = False
-    """With tensor_model_parallel_size: norms and dropout work on a shard of each sequence too, which saves memory."""
+    """With tensor_model_parallel_size: norms and dropout work on a slice of each sequence, which saves memory."""
 
     def __post_init__(self) -> None:
         require_positive(self, "distributed_timeout_minutes", "threads_per_replica", "tensor_model_parallel_size")
