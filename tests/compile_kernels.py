@@ -33,6 +33,7 @@ from megatron01.optim.local_update import (
     Coefficients,
     Phase,
     Rule,
+    SinceSynchronization,
     Slices,
     by_group,
 )
@@ -171,7 +172,9 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         compiler.label = f"{what}, {rule.name.lower()}, {name}"
         multiplier = torch.ones(()) if "waited" in what else 1.0
         decay = 0.9 if refresh else None
-        numbers = Coefficients(rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones)
+        numbers = Coefficients(
+            rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones, SinceSynchronization(ones, ones)
+        )
         state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
         step = torch.zeros(count) if exchanged else None
         kernels.update(phase, numbers.of(0, phase), Slices(torch.zeros(count), state, state, state, model, model, step))

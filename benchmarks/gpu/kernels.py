@@ -44,6 +44,7 @@ from megatron01.optim.local_update import (
     Kernels,
     Phase,
     Rule,
+    SinceSynchronization,
     Slices,
     by_group,
 )
@@ -279,6 +280,7 @@ def _numbers(phase: Phase, *, refresh: bool) -> Any:
         step_size=by_group(ones, 0.0),
         bound=by_group(ones, np.inf),
         decay=by_group(0.999 * ones, 1.0),
+        since_sync=SinceSynchronization(ones, ones),
     ).of(0, phase)
 
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -44,7 +43,13 @@ from megatron01.optim.flat_parameters import (
     parameter_masks,
 )
 from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard
-from megatron01.optim.gradients import GradientMean, GradientSource, NormRatio, QuantizedGradientMean, StepGradient
+from megatron01.optim.gradients import (
+    GradientMean,
+    GradientSource,
+    NormRatio,
+    QuantizedGradientMean,
+    StepGradient,
+)
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.local_update import (
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -57,9 +62,11 @@ from megatron01.optim.local_update import (
     Phase,
     Rule,
     SecondMoment,
-    momentum_coefficients,
+    SinceSynchronization,
+    by_group,
 )
-from megatron01.optim.overlap import EarlyStart, Opened
+from megatron01.optim.overlap import EarlyStart, Opened, Order
+from megatron01.optim.policies import StepPlan
 from megatron01.optim.report import DeferredReport, SentSinceReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
@@ -87,6 +94,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             None: only gradients are ever exchanged.
         averages: whether there are full steps, whose gradients are averaged.
         second_moment: decay, bias correction and step bound of v, under the adaptive rule; None under others.
+        momentum_bias_correction: whether the step at t, counted from 0, is divided by 1 - beta1^(t + 1).
         delay: whether the result of an exchange is received one step later.
         state_dtype: fp32, or bf16 for all flat buffers but the master weights; not under the soft-sign rule.
         agreement: the subclass's own settings, which must be the same on all replicas.
@@ -116,6 +124,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         averages: bool,
         agreement: tuple[Any, ...] = (),
         second_moment: SecondMoment | None = None,
+        momentum_bias_correction: bool = False,
         delay: bool = False,
         state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
@@ -133,6 +142,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._constructed = True
         self._rule, self._beta1, self._second_moment, self._delay = rule, beta1, second_moment, delay
+        self._corrects_momentum = momentum_bias_correction
         self._max_grad_norm, self._partial = settings.max_grad_norm, settings.partial
         self._rates = GroupRates(schedule)
         # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
@@ -154,6 +164,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         dtypes = {p.tensor.dtype for p in self._whole.parameters}
         wire = settings.gradient_wire_dtype
         wire_dtype = wire if isinstance(wire, torch.dtype) else dtypes.pop() if len(dtypes) == 1 else torch.float32
+        self._early = EarlyStart(self._whole)
         self._sharded: ShardedReplica | None = None
         self._flat, self._topology = self._whole, world
         if settings.shard:
@@ -165,6 +176,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 wire_dtype=wire_dtype,
                 bucket_elements=settings.bucket_elements,
                 backend=settings.backend,
+                order=self._early.order,
             )
             self._flat, self._topology = self._sharded.flat, self._sharded.across
             self._partial = self._sharded.partial
@@ -198,7 +210,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._quantized: QuantizedGradientMean | None = None
         self._exchange: CompressedAllReduce | None = None
         self._gradients = self._build_exchanges(settings, quantizer, averages, state_dtype, wire_dtype)
-        self._early = EarlyStart(self._whole)
         self._overlap = settings.overlap and not self._masks
         self._process_group = settings.process_group
         self._replicas = safety.ReplicaCheck(self._topology, self._whole)
@@ -219,6 +230,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         wire_dtype: torch.dtype,
     ) -> GradientSource:
         """Build the gradient source; sets ``_quantized`` and ``_exchange`` where the settings need them."""
+        # buckets go in the order of the backward pass; those of a shard are only sent after it
+        order: Order = self._early.order if self._sharded is None else lambda buckets: range(len(buckets))
         counted = None if self._partial is None else self._partial.counted_blocks(self._flat)
         on_device = None if counted is None else torch.from_numpy(counted).to(self._flat.device)
 
@@ -232,7 +245,9 @@ class FlatOptimizer(torch.optim.Optimizer):
                 backend=settings.backend,
             )
             measures = over is self._topology and quantizer is not None
-            return GradientMean(mean, self._flat, self._kernels, guard, counted=on_device, measures=measures)
+            return GradientMean(
+                mean, self._flat, self._kernels, guard, order=order, counted=on_device, measures=measures
+            )
 
         def exchange(quantizer: Quantizer | Literal["none"], active: Tensor, *, of_processes: bool = False) -> Exchange:
             blocks, elements = self._flat.blocks, settings.bucket_elements
@@ -260,7 +275,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             wire = settings.gradient_wire_dtype
             if isinstance(wire, str) and self._topology.crosses_nodes:
                 self._quantized = QuantizedGradientMean(
-                    exchange(wire, self._candidates, of_processes=True), self._local, guard, counted=on_device
+                    exchange(wire, self._candidates, of_processes=True),
+                    self._local,
+                    guard,
+                    order=order,
+                    counted=on_device,
                 )
             of_all = self._quantized or gradient_mean(self._topology, guard)
         if quantizer is not None and self._topology.replica == "node" and self._topology.local_size > 1:
@@ -272,6 +291,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self._local,
                 self._guard,
                 CompressionWatch(settings.watch_interval, self._partial),
+                order=order,
                 delay=self._delay,
             )
         return GradientSource(
@@ -312,47 +332,43 @@ class FlatOptimizer(torch.optim.Optimizer):
     # Overridden by subclasses.
 
     @abstractmethod
-    def _averages(self, step: int) -> bool:
-        """True if ``step`` is in T_v: its gradients are averaged in full precision."""
-
-    def _synchronizes(self, step: int) -> bool:
-        """True if ``step`` is in T_u: x moves."""
-        return True
-
-    def _interval(self, step: int) -> int:
-        """Steps between two synchronizations around ``step``."""
-        return 1
-
-    def _step_sizes(self, step: int, rates: np.ndarray) -> np.ndarray:
-        """fp64[groups]: factors on a step's momentum: learning rates, with bias correction if any."""
-        return rates
+    def _plan(self, step: int) -> StepPlan:
+        """What the replicas do at ``step``."""
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         """Coefficients of ``step``.
 
-        This default is for methods that synchronize at every step: u is a momentum, and x moves by learning rate times
-        u.
+        This default is for methods that synchronize at every step: u is a momentum, and x moves by its step size (the
+        learning rate, with bias correction if any) times u.
 
         Args:
             rates: learning rates, fp64[groups].
             multiplier: applied to every gradient.
             refresh: True if the gradient is a finite mean over all replicas.
         """
-        decay = self._group_values("weight_decay")
-        return momentum_coefficients(self._rule, self._beta1, multiplier, rates, decay)
+        v, ones = self._second_moment, by_group(np.ones_like(rates), 0.0)
+        sizes = rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
+        shrinkage = rates * [group["weight_decay"] for group in self.param_groups]
+        variance_decay = v.at(step) if v is not None and refresh else None
+        return Coefficients(
+            rule=self._rule,
+            multiplier=multiplier,
+            beta1=self._beta1,
+            eps=0.0 if v is None else v.eps,
+            variance_decay=variance_decay,
+            inverse_correction=1.0 if v is None else v.inverse_correction(variance_decay),
+            weight=ones,
+            total=ones,
+            step_size=by_group(sizes, 0.0),
+            bound=by_group(np.full_like(sizes, np.inf) if v is None else v.bound(sizes), np.inf),
+            decay=by_group(1.0 - shrinkage, 1.0),
+            since_sync=self._local.since_sync.with_step(sizes, shrinkage),
+        )
 
-    def _exchange_key(self) -> int:
-        """Seed of this step's exchange, for a quantizer that draws random numbers."""
-        return 0
-
-    def _moving(self, uses_gradient: bool) -> Phase:
-        """The phase that moves x by the result of an exchange."""
-        return SYNCHRONIZE
-
-    def _carried_out(self, step: int, coefficients: Coefficients) -> None:
+    def _carried_out(self, plan: StepPlan, coefficients: Coefficients) -> None:
         """Called after each step that was not called off; with a delay, before its result is known."""
         if self._second_moment is not None and coefficients.variance_decay is not None:
-            self._second_moment.refreshed(step, coefficients.variance_decay)
+            self._second_moment.refreshed(self.step_count, coefficients.variance_decay)
             self._active_is_stale = True
 
     # The step.
@@ -369,22 +385,21 @@ class FlatOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         step, loss_scale = self.step_count, self._begin_step()
-        averages, synchronizes = self._averages(step), self._synchronizes(step)  # t in T_v, t in T_u
-        found = self._find_gradient(averages, synchronizes, loss_scale)  # g, or its mean over the replicas in T_v
+        plan = self._plan(step)  # t in T_v, t in T_u
+        found = self._find_gradient(plan, loss_scale)  # g, or its mean over the replicas in T_v
         rates = self._rates.show(step, self.param_groups)
-        coefficients = self._coefficients(step, rates, found.multiplier, refresh=averages and found.is_used)
+        coefficients = self._coefficients(step, rates, found.multiplier, refresh=plan.averages and found.is_used)
         # right after a synchronization u is 0: such a step can be called off on all replicas when one overflows
-        if self._local.is_fresh and not found.is_used and (averages or self._is_alone):
+        if self._local.is_fresh and not found.is_used and (plan.averages or self._is_alone):
             carried_out = False
-        elif synchronizes:  # m, u <- m', u + lr m' ; x <- P x - U / (sqrt(v) + eps) ; m <- U / G
-            carried_out = self._synchronize(coefficients, found, averaged=averages)
+        elif plan.synchronizes:  # m, u <- m', u + lr m' ; x <- P x - U / (sqrt(v) + eps) ; m <- U / G
+            carried_out = self._synchronize(plan, coefficients, found)
         else:  # m, u <- m', u + lr m' ; the model's weights <- P x - u / (sqrt(v) + eps)
-            self._step_alone(coefficients, found, averaged=averages)
-            self._local.since_sync.add(self._step_sizes(step, rates), rates * self._group_values("weight_decay"))
+            self._step_alone(plan, coefficients, found)
             carried_out = True
         if carried_out:
-            self._carried_out(step, coefficients)
-        self._end_step(step, coefficients, found, carried_out, loss_scale)
+            self._carried_out(plan, coefficients)
+        self._end_step(plan, found, carried_out, loss_scale)
         return loss
 
     def _begin_step(self) -> float:
@@ -412,49 +427,50 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._whole.gradient(index).mul_(mask)
         return loss_scale
 
-    def _find_gradient(self, averages: bool, synchronizes: bool, loss_scale: float) -> StepGradient:
+    def _find_gradient(self, plan: StepPlan, loss_scale: float) -> StepGradient:
         """The gradient of this step, with its norm and multiplier."""
         unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
-        if not (averages or self._is_alone) and (self._defers or not synchronizes) and self._gradients.may_be_deferred:
+        may_be_deferred = self._gradients.may_be_deferred and (self._defers or not plan.synchronizes)
+        if may_be_deferred and not (plan.averages or self._is_alone):
             return self._gradients.deferred(loss_scale, unsent)
-        found = self._gradients.finish(averages, loss_scale, self._order, self._early.order, unsent)
-        if averages:  # else the status is of this node alone; the next exchange sends it to the others
+        found = self._gradients.finish(plan.averages, loss_scale, unsent)
+        if plan.averages:  # else the status is of this node alone; the next exchange sends it to the others
             self._stop_if(found.status is Status.GIVING_UP)
         return found
 
-    def _synchronize(self, coefficients: Coefficients, found: StepGradient, *, averaged: bool) -> bool:
+    def _synchronize(self, plan: StepPlan, coefficients: Coefficients, found: StepGradient) -> bool:
         """Add this step to u and move x by the mean of u; False if the step was called off.
 
-        ``averaged``: the gradients are the same on all replicas. With a delay, x moves when the next step begins.
+        With a delay, x moves when the next step begins.
         """
         exchange = self._exchange
         if not coefficients.moves:
             # the learning rate has been 0 since the last synchronization: u is 0 and there is no mean to take
-            self._step_alone(coefficients, found, averaged=averaged)
-            self._local.since_sync.clear()
+            self._step_alone(plan, coefficients, found)
+            self._local.since_sync = self._local.start
             return True
-        if exchange is None or (self._agrees and averaged):
+        if exchange is None or (self._agrees and plan.averages):
             self._synchronize_alone(coefficients, found.is_used)
             self._has_synchronized()
             return True
         if not exchange.begun:
-            self._begin_exchange()
+            self._begin_exchange(plan)
         status: Status | Tensor = Status.OK if found.is_used else Status.OVERFLOW
         if isinstance(found.norm, DeferredNorm):
             status = found.norm.status
-        fresh, moving = self._local.is_fresh, self._moving(found.is_used)
         whole = replace(coefficients, local_scale=1.0)  # with a delay the weights include u before x moves
-        work = Contribution(whole, found.is_used, status, fresh, found.overflow_here, moving)
-        exchange.send(work, self._order(exchange.buckets))
+        work = Contribution(whole, found.is_used, status, self._local.is_fresh, found.overflow_here)
+        exchange.send(work)
         if self._delay:
             self._frozen_elements.restore(self._local.x)
             return True
         return self._receive(work)
 
-    def _step_alone(self, coefficients: Coefficients, found: StepGradient, *, averaged: bool) -> None:
-        """Local step: add to u without communication; ``averaged``: the gradients are the same on all replicas."""
+    def _step_alone(self, plan: StepPlan, coefficients: Coefficients, found: StepGradient) -> None:
+        """Local step: add to u without communication."""
         self._run(LOCAL if found.is_used else WRITE_WEIGHTS, coefficients)
-        self._agrees = self._is_alone or (self._agrees and averaged)
+        self._local.since_sync = coefficients.since_sync
+        self._agrees = self._is_alone or (self._agrees and plan.averages)
 
     def _synchronize_alone(self, coefficients: Coefficients, uses_gradient: bool) -> None:
         """Synchronize without an exchange: u is the same on all replicas."""
@@ -462,11 +478,11 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _run(self, phase: Phase, coefficients: Coefficients) -> None:
         """Run ``phase`` on all blocks of this replica."""
-        self._local.run_fresh(phase, coefficients)
+        self._local.run(replace(phase, fresh=self._local.is_fresh), coefficients)
         if phase.write_weights:
             self._frozen_elements.restore(self._local.x)
 
-    def _begin_exchange(self) -> None:
+    def _begin_exchange(self, plan: StepPlan) -> None:
         assert self._exchange is not None
         if self._active_is_stale:
             if self._second_moment is None:
@@ -480,7 +496,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                     self._flat.blocks.lengths,
                 )
             self._active_is_stale = False
-        self._exchange.begin(self._exchange_key())
+        self._exchange.begin(plan.key)
 
     def _receive(self, work: Contribution) -> bool:
         """Wait for the mean of u and move x by it; False if the step was called off."""
@@ -495,44 +511,39 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _has_synchronized(self) -> None:
         """Reset G, P and the step count: x has moved by the mean of u on all replicas."""
-        self._local.since_sync.clear()
+        self._local.since_sync = self._local.start
         self._agrees = True
 
-    def _end_step(
-        self, step: int, coefficients: Coefficients, found: StepGradient, carried_out: bool, loss_scale: float
-    ) -> None:
+    def _end_step(self, plan: StepPlan, found: StepGradient, carried_out: bool, loss_scale: float) -> None:
         """Report and count the step; with a sharded optimizer, all-gather the new weights first."""
-        skipped = not found.is_used or not carried_out
+        step, skipped = self.step_count, not found.is_used or not carried_out
         if isinstance(found.norm, DeferredNorm):
             self._guard.note_deferred(found.norm, called_off=skipped)
         elif not self.is_pending:
-            self._note(found.overflow_here, skipped=skipped)
-        averages, synchronizes = self._averages(step), self._synchronizes(step)
-        kind: StepKind = "full" if averages else self._exchange_kind if synchronizes else "local"
+            self._guard.note(overflow_here=found.overflow_here, skipped=skipped)
+            self._stop_if(self._is_alone and self._guard.given_up)
+        kind: StepKind = "full" if plan.averages else self._exchange_kind if plan.synchronizes else "local"
         self._share_weights()
         self.last_step = StepReport(
             step=step,
             planned_kind=kind,
             called_off=skipped,
-            interval=self._interval(step),
+            interval=plan.interval,
             lr=self._schedule.lr(step),
-            synchronized=synchronizes and carried_out,
+            synchronized=plan.synchronizes and carried_out,
             norm=found.norm,
             loss_scale=loss_scale,
-            grad_norm_estimated=self._gradients.is_estimate(averages),
+            grad_norm_estimated=self._norm_ratio.is_known and not plan.averages,
             compression=None if self._exchange is None else self._exchange.take_report(),
             **self._sent.take()._asdict(),
         )
         self.step_count += 1
         self._traffic.add(step, self.last_step.bytes_sent)
-        if not (averages or self._is_alone or isinstance(found.norm, DeferredNorm)):
+        if not (plan.averages or self._is_alone or isinstance(found.norm, DeferredNorm)):
             self._clipping.look(found.norm)
-        was_full = step > 0 and self._averages(step - 1)
-        if averages or synchronizes:  # a local step has no host sync here
+        if plan.averages or plan.synchronizes:  # a local step has no host sync here
             self._replicas.look()
-        if self._replicas.is_due(
-            step, full=averages, was_full=was_full, synchronizes=synchronizes, interval=self.last_step.interval
-        ):
+        if self._replicas.is_due(step, plan, was_full=step > 0 and self._plan(step - 1).averages):
             state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
             self._replicas.send(step, self.param_groups, state)
         self._early.end_step()
@@ -587,7 +598,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._not_noted is not None:
             overflow_here, skipped = self._not_noted
             self._not_noted = None
-            self._note(overflow_here, skipped=skipped)
+            self._guard.note(overflow_here=overflow_here, skipped=skipped)
+            self._stop_if(self._is_alone and self._guard.given_up)
 
     @contextmanager
     def _weights_kept(self) -> Iterator[None]:
@@ -618,21 +630,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Around the backward pass of every micro-batch but the last before a ``step``."""
         return self._early.paused()
 
-    def _order(self, buckets: list[tuple[int, int]]) -> Sequence[int]:
-        """The order in which buckets are sent."""
-        return range(len(buckets)) if self._sharded is not None else self._early.order(buckets)
-
     def _open_early(self) -> Opened | None:
         """What can be sent before the backward pass of this step has ended; None if nothing."""
         if self._delay:  # x must move by the pending result first
             return None
         step, scale = self.step_count, self._scale_of_gradients()
-        mean = self._gradients.mean(self._averages(step)) if self._sharded is None else self._sharded.gradient_mean
+        plan = self._plan(step)
+        mean = self._gradients.mean(plan.averages) if self._sharded is None else self._sharded.gradient_mean
         if mean is not None:
             self._exclude_frozen()
             return mean.open(scale)
         exchange = self._exchange
-        if exchange is None or self._sharded is not None or not self._local.is_fresh or not self._synchronizes(step):
+        if exchange is None or self._sharded is not None or not self._local.is_fresh or not plan.synchronizes:
             return None
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, 1.0 / scale, refresh=False)
@@ -640,8 +649,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._max_grad_norm is not None or not coefficients.moves:
             return None
         self._exclude_frozen()
-        self._begin_exchange()
-        moving = self._moving(uses_gradient=True)
+        self._begin_exchange(plan)
 
         def send(bucket: int) -> None:
             blocks = exchange.buckets[bucket]
@@ -649,11 +657,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             overflow = self._gradients.sum_squares(*blocks)
             if self._defers and self._gradients.may_be_deferred:
                 multiplier = torch.where(overflow > 0.0, math.nan, coefficients.multiplier)  # fp32[]
-                work = Contribution(replace(coefficients, multiplier=multiplier), True, overflow, True, False, moving)
+                work = Contribution(replace(coefficients, multiplier=multiplier), True, overflow, True, False)
             else:
                 finite = float(overflow) == 0.0
-                status, moves = Status.OK if finite else Status.OVERFLOW, self._moving(finite)
-                work = Contribution(coefficients, finite, status, True, not finite, moves)
+                status = Status.OK if finite else Status.OVERFLOW
+                work = Contribution(coefficients, finite, status, True, not finite)
             exchange.send_bucket(bucket, work)
 
         return Opened(exchange.buckets, send)
@@ -695,10 +703,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def sum_gradients_in_fp32(self) -> None:
         """From now on, accumulate gradients in fp32, in ``main_grad`` of each parameter."""
         self._whole.sum_gradients_in_fp32()
-
-    def _note(self, overflow_here: bool, *, skipped: bool) -> None:
-        self._guard.note(overflow_here=overflow_here, skipped=skipped)
-        self._stop_if(self._is_alone and self._guard.given_up)
 
     def _stop_if(self, given_up: bool) -> None:
         if not given_up:
@@ -764,7 +768,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for weights in self._whole.weight_buffers:
             (self._topology if self._sharded is None else self._sharded.topology).world.broadcast(weights)
         self._adopt_weights()
-        self._local.since_sync.clear()
+        self._local.since_sync = self._local.start
         self._agrees = self._agrees and self._is_alone
 
     def _adopt_weights(self) -> None:
@@ -803,7 +807,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _derive_weights(self) -> None:
         """Recompute the model's weights from the state."""
         coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
-        self._run(WRITE_WEIGHTS, self._local.resting(coefficients))
+        self._run(WRITE_WEIGHTS, coefficients)
 
     def _share_weights(self) -> None:
         """All-gather the weights inside the node from the processes that own them; no-op unless sharded."""
@@ -946,7 +950,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._exclude_frozen(anew=True)
         if not self._local.is_fresh:
             coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
-            self._run(SYNCHRONIZE, self._local.resting(coefficients))
+            self._run(SYNCHRONIZE, coefficients)
         self._has_synchronized()
         if "error" in errors:
             self._adopt_errors(errors["error"])
@@ -964,8 +968,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             rates = self._rates.at(self.step_count, self.param_groups)
             coefficients = self._coefficients(self.step_count, rates, 1.0, refresh=False)
             momentum = self._local.m.clone()
-            self._local.u.copy_(mean)
-            self._local.run(SYNCHRONIZE, replace(coefficients, decay=np.ones_like(coefficients.decay)))
+            whole = replace(coefficients, decay=np.ones_like(coefficients.decay))
+            self._local.run(SYNCHRONIZE, whole, step=mean)
             self._local.m.copy_(momentum)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -1051,7 +1055,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Scalars of the state beside step count, overflow guard and delay; subclasses add theirs."""
         second = [] if self._second_moment is None else self._second_moment.scalars()
         exchange = [0.0] if self._exchange is None else self._exchange.scalars()
-        since_sync, ratio = self._local.since_sync.scalars(), self._norm_ratio.scalars()
+        ratio, since_sync = self._norm_ratio.scalars(), self._local.since_sync.scalars()
         return [*second, float(self._agrees), *exchange, *ratio, *since_sync]
 
     def _load_own_scalars(self, scalars: list[float]) -> None:
@@ -1062,7 +1066,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._exchange is not None:
             self._exchange.load_scalars(scalars[1:2])
         self._norm_ratio.load_scalars(scalars[2:4])
-        self._local.since_sync.load_scalars(scalars[4:])
+        self._local.since_sync = SinceSynchronization.loaded(scalars[4:])
 
     def _load_scalars(self, scalars: list[float]) -> None:
         end = 1 + OverflowGuard.NUM_SCALARS
@@ -1084,10 +1088,6 @@ class FlatOptimizer(torch.optim.Optimizer):
     def show_learning_rates(self) -> None:
         """Write the learning rates of the coming step into the parameter groups, as ``step`` does."""
         self._rates.show(self.step_count, self.param_groups)
-
-    def _group_values(self, key: str) -> np.ndarray:
-        """fp64[groups]: a setting of each parameter group."""
-        return np.fromiter(map(itemgetter(key), self.param_groups), np.float64)
 
     def _exclude_frozen(self, *, anew: bool = False) -> None:
         """Freeze parameters that no longer require a gradient, at the weights of the last synchronization.

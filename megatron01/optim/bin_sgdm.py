@@ -17,7 +17,8 @@ import numpy as np
 
 from megatron01.comm import random_key
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Phase, Rule
+from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Rule
+from megatron01.optim.policies import StepPlan
 from megatron01.optim.report import StepKind
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
@@ -57,20 +58,16 @@ class SoftSignSGD(FlatOptimizer):
         )
         self._agrees = self._is_alone
 
-    def _averages(self, step: int) -> bool:
-        return False
+    def _plan(self, step: int) -> StepPlan:
+        return StepPlan(averages=False)
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
         return replace(coefficients, never_falls=self._never_falls)
 
-    def _moving(self, uses_gradient: bool) -> Phase:
-        # momentum and magnitude are only stored here, so that a step that is called off leaves them unchanged
-        return replace(SYNCHRONIZE, gradient=uses_gradient)
-
     def _synchronize_alone(self, coefficients: Coefficients, uses_gradient: bool) -> None:
-        for phase in (replace(ACCUMULATE, gradient=uses_gradient), self._moving(uses_gradient)):
-            self._run(phase, coefficients)
+        for phase in (ACCUMULATE, SYNCHRONIZE):
+            self._run(replace(phase, gradient=uses_gradient), coefficients)
 
     def replicated_state(self) -> dict[str, Any]:
         return {"x": super().replicated_state()["x"]}  # the mean magnitude is local to each replica
@@ -102,7 +99,7 @@ class BinSGDM(SoftSignSGD):
         self._seed = seed
         super().__init__(params, schedule, beta=beta, soft_sign_max=soft_sign_max, agreement=(seed,), **common)
 
-    def _exchange_key(self) -> int:
+    def _plan(self, step: int) -> StepPlan:
         # draws depend on an element's place in the buffer: shards of a model must not have the same ones
         seed = self._seed if self.owned is None else random_key(self._seed, self.owned.number)
-        return random_key(seed, self.step_count)
+        return StepPlan(averages=False, key=random_key(seed, step))

@@ -13,7 +13,8 @@ import torch
 from megatron01.comm import Exchange, Status
 from megatron01.comm.payload import CompressionNorms
 from megatron01.optim.grad_scaling import OverflowGuard
-from megatron01.optim.local_update import ACCUMULATE, Coefficients, LocalUpdate, Phase
+from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, LocalUpdate, Rule
+from megatron01.optim.overlap import Order
 from megatron01.optim.report import CompressionReport
 from megatron01.optim.shard_ranks import ModelShardRanks
 
@@ -86,7 +87,6 @@ class Contribution:
         status: OVERFLOW if it is not; fp32[] on the device where that is not known yet.
         fresh: True if u holds no earlier step, so that this one can be called off.
         overflow_here: True if this replica's own gradient was not finite.
-        moving: the phase that moves x by the result.
     """
 
     coefficients: Coefficients
@@ -94,7 +94,6 @@ class Contribution:
     status: Status | torch.Tensor
     fresh: bool
     overflow_here: bool
-    moving: Phase
 
 
 def received_means(exchange: Exchange, local: LocalUpdate) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
@@ -124,10 +123,12 @@ class CompressedAllReduce:
         local: the state of this replica.
         guard: gives the status to send to the other replicas.
         watch: measures the quantization error.
+        order: in which buckets are sent.
         delay: True if results are received one step later; until then the model uses this replica's own step.
 
     Attributes:
         exchange: the one given; its errors are part of the state.
+        buckets: (first, last + 1) block of each of its buckets.
         awaited: this replica's contribution to an exchange that has been sent and not received.
         begun: True if an exchange has begun and its last bucket has not been sent.
     """
@@ -139,9 +140,12 @@ class CompressedAllReduce:
         guard: OverflowGuard,
         watch: CompressionWatch,
         *,
+        order: Order,
         delay: bool,
     ) -> None:
         self.exchange = exchange
+        self.buckets = exchange.buckets
+        self._order = order
         self.begun = False
         self.awaited: Contribution | None = None
         self._local = local
@@ -150,11 +154,6 @@ class CompressedAllReduce:
         self._watched = False
         self._delay = delay
         self._sent: set[int] = set()
-
-    @property
-    def buckets(self) -> list[tuple[int, int]]:
-        """(first, last + 1) block of each bucket."""
-        return self.exchange.buckets
 
     @property
     def unsent(self) -> list[tuple[int, int]]:
@@ -179,9 +178,9 @@ class CompressedAllReduce:
         self.exchange.send(bucket, self._guard.status(contribution.status))
         self._sent.add(bucket)
 
-    def send(self, contribution: Contribution, order: Sequence[int]) -> None:
+    def send(self, contribution: Contribution) -> None:
         """Send the buckets that have not been sent yet."""
-        for bucket in order:
+        for bucket in self._order(self.buckets):
             if bucket not in self._sent:
                 self.send_bucket(bucket, contribution)
         self._sent.clear()
@@ -198,8 +197,11 @@ class CompressedAllReduce:
         worst = self.exchange.reduce(stop_on_overflow=contribution.fresh)
         if contribution.fresh and worst >= Status.OVERFLOW:
             return worst
+        # under soft sign, m and b are only stored here, so that a step that is called off leaves them unchanged
+        stores_gradient = contribution.uses_gradient and contribution.coefficients.rule is Rule.SOFT_SIGN
+        phase = replace(SYNCHRONIZE, gradient=stores_gradient)
         for blocks, mean in received_means(self.exchange, local):
-            local.run(contribution.moving, contribution.coefficients, blocks, mean)
+            local.run(phase, contribution.coefficients, blocks, mean)
         local.u = self.exchange.swap(local.u)
         if self._watched:
             self._watch.look(self.exchange.compression())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from megatron01.optim.grad_scaling import (
     overflow_status,
 )
 from megatron01.optim.local_update import Kernels, LocalUpdate, Multiplier
-from megatron01.optim.overlap import Opened
+from megatron01.optim.overlap import Opened, Order
 from megatron01.optim.safety import SameDataWatch
 from megatron01.optim.shard_ranks import ModelShardRanks
 
@@ -51,6 +51,7 @@ class GradientMean:
     """Averages flat gradients in place in full precision; buckets may be sent before ``finish`` sends the rest.
 
     Args:
+        order: of a list of buckets, in which they are sent: the same on all replicas.
         counted: bool[blocks], those that enter norms; None for all.
         measures: whether each replica sends the others the norm of its own gradient.
 
@@ -70,10 +71,12 @@ class GradientMean:
         kernels: Kernels,
         guard: OverflowGuard,
         *,
+        order: Order,
         counted: torch.Tensor | None = None,
         measures: bool = False,
     ) -> None:
         self._mean = mean
+        self._order = order
         self._counted = counted
         self._looks, self._measures = guard.loss_scaler is not None, measures
         self._inverse_scale = 1.0
@@ -148,22 +151,22 @@ class GradientMean:
     def square_sum(self) -> float:
         return self._mean.square_sum
 
-    def _send_rest(self, order: Iterable[int], loss_scale: float) -> None:
-        """Send the remaining buckets in ``order``."""
+    def _send_rest(self, loss_scale: float) -> None:
+        """Send the remaining buckets."""
         if not self.begun:
             self.begin(loss_scale)
         if not self._sent:
             self._look(0, len(self.buckets))
-        for bucket in order:
+        for bucket in self._order(self.buckets):
             if bucket not in self._sent:
                 self.send(bucket)
 
-    def finish(self, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
-        """Send the remaining buckets in ``order``, and wait for all.
+    def finish(self, loss_scale: float) -> tuple[Status, float]:
+        """Send the remaining buckets, and wait for all.
 
         Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have.
         """
-        self._send_rest(order, loss_scale)
+        self._send_rest(loss_scale)
         worst, inverse_scale = self._mean.finish()
         self.begun = False
         self._note_own(worst)
@@ -184,13 +187,21 @@ class QuantizedGradientMean(GradientMean):
         local: the state of this replica. Right after a synchronization u serves as scratch; at other steps, scratch is
             allocated.
         guard: gives the status to send to the other replicas.
+        order: as of ``GradientMean``.
         counted: bool[blocks], those that enter norms; None for all.
     """
 
     def __init__(
-        self, exchange: Exchange, local: LocalUpdate, guard: OverflowGuard, *, counted: torch.Tensor | None = None
+        self,
+        exchange: Exchange,
+        local: LocalUpdate,
+        guard: OverflowGuard,
+        *,
+        order: Order,
+        counted: torch.Tensor | None = None,
     ) -> None:
         self.exchange = exchange
+        self._order = order
         self.buckets = exchange.buckets
         self.overflow_here = False
         self._local = local
@@ -231,13 +242,13 @@ class QuantizedGradientMean(GradientMean):
     def square_sum(self) -> float:
         return self.exchange.square_sum
 
-    def finish(self, order: Iterable[int], loss_scale: float) -> tuple[Status, float]:
-        """Send the remaining buckets in ``order``, and wait for all.
+    def finish(self, loss_scale: float) -> tuple[Status, float]:
+        """Send the remaining buckets, and wait for all.
 
         Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have. From
         OVERFLOW on, gradients are unchanged.
         """
-        self._send_rest(order, loss_scale)
+        self._send_rest(loss_scale)
         worst = self.exchange.reduce(stop_on_overflow=True)
         self._note_own(worst)
         # in fp16, gradients without a loss scale could underflow
@@ -342,7 +353,7 @@ class ScatteredGradient(Protocol):
 
     gradient_mean: GradientMean
 
-    def reduce_scatter(self, loss_scale: float, order: Sequence[int]) -> tuple[Status, float]:
+    def reduce_scatter(self, loss_scale: float) -> tuple[Status, float]:
         """Reduce the remaining buckets; returns the most severe status, and the inverse of the mean's scale."""
 
 
@@ -402,10 +413,6 @@ class GradientSource:
         self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
         return overflow_status(self.square_sums[first:last].sum(dtype=torch.float64))
 
-    def is_estimate(self, averages: bool) -> bool:
-        """True if the norm of a step, which ``averages`` gradients or not, is estimated."""
-        return self._ratio.is_known and not averages
-
     def deferred(self, loss_scale: float, unsummed: Sequence[tuple[int, int]] | None) -> StepGradient:
         """This replica's own gradient with a deferred norm (no host sync); ``unsummed`` as for ``finish``."""
         sums = self._sum_up(unsummed)
@@ -424,8 +431,6 @@ class GradientSource:
         self,
         averages: bool,
         loss_scale: float,
-        order: Callable[[list[tuple[int, int]]], Iterable[int]],
-        order_inside: Callable[[list[tuple[int, int]]], Iterable[int]],
         unsummed: Sequence[tuple[int, int]] | None,
     ) -> StepGradient:
         """Average what has not been averaged yet, and compute the norm (a host sync).
@@ -433,19 +438,15 @@ class GradientSource:
         Args:
             averages: whether the step averages over all processes.
             loss_scale: that of this replica's gradients.
-            order: in which buckets are sent.
-            order_inside: the same inside the node, where the optimizer is sharded.
             unsummed: ranges of blocks whose squares were not summed when their bucket was sent; None for all blocks.
         """
         mean, inverse_scale = self.mean(averages), 1.0 / loss_scale
         status, overflow_here = Status.OK, False
         if self._sharded is not None:
-            status, inverse_scale = self._sharded.reduce_scatter(
-                loss_scale, list(order_inside(self._sharded.gradient_mean.buckets))
-            )
+            status, inverse_scale = self._sharded.reduce_scatter(loss_scale)
             overflow_here = self._sharded.gradient_mean.overflow_here
         if mean is not None:
-            status, inverse_scale = mean.finish(order(mean.buckets), 1.0 / inverse_scale)
+            status, inverse_scale = mean.finish(1.0 / inverse_scale)
             overflow_here |= mean.overflow_here
         sums = self._sum_up(unsummed)
         if self._not_counted is not None:

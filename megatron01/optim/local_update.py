@@ -28,7 +28,7 @@ Arithmetic is fp32, element by element, on slices of flat buffers; ``megatron01.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal, NamedTuple, Protocol
 
@@ -95,6 +95,35 @@ class Numbers(NamedTuple):
 
 
 @dataclass(frozen=True)
+class SinceSynchronization:
+    """Sums since the last synchronization, by parameter group.
+
+    Attributes:
+        total: G, fp64[groups], sum of the step sizes: learning rates, with bias correction if any.
+        decay: P, fp64[groups], product of (1 - learning rate * weight decay).
+        steps: number of steps.
+    """
+
+    total: np.ndarray
+    decay: np.ndarray
+    steps: int = 0
+
+    def with_step(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> SinceSynchronization:
+        """These with a step added; ``shrinkage`` is learning rate times weight decay (fp64[groups] each)."""
+        return SinceSynchronization(self.total + step_sizes, self.decay * (1.0 - shrinkage), self.steps + 1)
+
+    def scalars(self) -> list[float]:
+        """Numbers from which ``loaded`` continues."""
+        return [float(self.steps), *self.total.tolist(), *self.decay.tolist()]
+
+    @classmethod
+    def loaded(cls, scalars: list[float]) -> SinceSynchronization:
+        """The sums that gave ``scalars``."""
+        total, decay = np.split(np.array(scalars[1:]), 2)
+        return cls(total, decay, int(scalars[0]))
+
+
+@dataclass(frozen=True)
 class Coefficients:
     """Coefficients of one step. Arrays are fp32[groups + 1]; the last entry is for frozen parameters.
 
@@ -112,6 +141,7 @@ class Coefficients:
         never_falls: soft sign: b' is never below b (the bound of AMSGrad).
         local_scale: factor on u in the model's weights, until x has moved by it.
         kept: share of the sum of momenta in what is exchanged; the rest is the last momentum times G.
+        since_sync: G, P and the number of steps after this step, if it does not synchronize.
     """
 
     rule: Rule
@@ -125,6 +155,7 @@ class Coefficients:
     step_size: np.ndarray
     bound: np.ndarray
     decay: np.ndarray
+    since_sync: SinceSynchronization
     never_falls: bool = False
     local_scale: float = 1.0
     kept: float = 0.0
@@ -162,29 +193,6 @@ class Coefficients:
 def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
     """fp32[groups + 1]: ``values`` (fp64[groups]), and ``frozen`` for frozen parameters."""
     return np.append(values, frozen).astype(np.float32)
-
-
-def momentum_coefficients(
-    rule: Rule, beta1: float, multiplier: Multiplier, rates: np.ndarray, weight_decay: np.ndarray
-) -> Coefficients:
-    """Coefficients of a step that synchronizes: u is a momentum, and x moves by learning rate times u.
-
-    ``rates`` and ``weight_decay`` are fp64[groups].
-    """
-    ones = np.ones_like(rates)
-    return Coefficients(
-        rule=rule,
-        multiplier=multiplier,
-        beta1=beta1,
-        eps=0.0,
-        variance_decay=None,
-        inverse_correction=1.0,
-        weight=by_group(ones, 0.0),
-        total=by_group(ones, 0.0),
-        step_size=by_group(rates, 0.0),
-        bound=by_group(np.full_like(rates, np.inf), np.inf),
-        decay=by_group(1.0 - rates * weight_decay, 1.0),
-    )
 
 
 class Slices(NamedTuple):
@@ -238,46 +246,6 @@ class Kernels(Protocol):
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         """Run ``phase`` in place; see the module's docstring."""
-
-
-class SinceSynchronization:
-    """Sums since the last synchronization, by parameter group.
-
-    Attributes:
-        total: G, fp64[groups], sum of the step sizes: learning rates, with bias correction if any.
-        decay: P, fp64[groups], product of (1 - learning rate * weight decay).
-        steps: number of steps.
-    """
-
-    def __init__(self, num_groups: int) -> None:
-        self.total = np.zeros(num_groups)
-        self.decay = np.ones(num_groups)
-        self.steps = 0
-
-    def with_step(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """G and P with a step added; ``shrinkage`` is learning rate times weight decay (fp64[groups] each)."""
-        return self.total + step_sizes, self.decay * (1.0 - shrinkage)
-
-    def add(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> None:
-        """Add a step."""
-        self.total, self.decay = self.with_step(step_sizes, shrinkage)
-        self.steps += 1
-
-    def clear(self) -> None:
-        """Reset after a synchronization."""
-        self.total[:] = 0.0
-        self.decay[:] = 1.0
-        self.steps = 0
-
-    def scalars(self) -> list[float]:
-        """Numbers from which ``load_scalars`` continues."""
-        return [float(self.steps), *self.total.tolist(), *self.decay.tolist()]
-
-    def load_scalars(self, scalars: list[float]) -> None:
-        num_groups = self.total.size
-        self.steps = int(scalars[0])
-        self.total[:] = scalars[1 : 1 + num_groups]
-        self.decay[:] = scalars[1 + num_groups :]
 
 
 class SecondMoment:
@@ -373,7 +341,7 @@ class LocalUpdate:
         m: momentum, [elements].
         u: accumulated step since the last synchronization, [elements]. Right after one it counts as 0, whatever it
             holds.
-        since_sync: G, P and the number of steps.
+        since_sync: G, P and the number of steps; ``start`` right after a synchronization.
         frozen: numbers of the parameters that no longer move.
     """
 
@@ -385,7 +353,8 @@ class LocalUpdate:
         self.x = flat.new_buffer()
         self.v = torch.zeros(0, device=flat.device) if rule is Rule.PLAIN else flat.new_buffer(state_dtype)
         self.m, self.u = flat.new_buffer(state_dtype), flat.new_buffer(state_dtype)
-        self.since_sync = SinceSynchronization(num_groups)
+        self.start = SinceSynchronization(np.zeros(num_groups), np.ones(num_groups))
+        self.since_sync = self.start
         self.frozen: frozenset[int] = frozenset()
 
     @property
@@ -416,14 +385,6 @@ class LocalUpdate:
             mean = None if step is None else step[(segment.first - first) * size : (segment.last - first) * size]
             slices = Slices(*state, segment.weights, gradients, mean)
             self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
-
-    def run_fresh(self, phase: Phase, coefficients: Coefficients) -> None:
-        """Run ``phase`` on all blocks; u counts as 0 right after a synchronization."""
-        self.run(replace(phase, fresh=self.is_fresh), coefficients)
-
-    def resting(self, coefficients: Coefficients) -> Coefficients:
-        """Those of a step with learning rate 0, to recompute the model's weights between two steps."""
-        return replace(coefficients, decay=by_group(self.since_sync.decay, 1.0))
 
     def forget(self, parameter: int) -> None:
         """Set m and u of a parameter to 0."""

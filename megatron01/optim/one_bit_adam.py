@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -18,7 +17,8 @@ import numpy as np
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.kernels.specification import block_sums
-from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment, by_group
+from megatron01.optim.local_update import Coefficients, Rule, SecondMoment
+from megatron01.optim.policies import StepPlan
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments, integer, quantizer_of
 
@@ -78,7 +78,6 @@ class OneBitAdam(FlatOptimizer):
             dead_threshold=dead_threshold,
             step_bound=step_bound,
         )
-        self._corrects_momentum = momentum_bias_correction
         self._freeze_step = math.inf if freeze_step is None else freeze_step
         self._freeze_ratio = freeze_ratio
         self._automatic = freeze_step is None
@@ -92,6 +91,7 @@ class OneBitAdam(FlatOptimizer):
             quantizer=quantizer_of(compressor),
             averages=True,
             second_moment=self._v,
+            momentum_bias_correction=momentum_bias_correction,
             delay=delay,
             agreement=(freeze_step, freeze_ratio, momentum_bias_correction),
             **common,
@@ -116,29 +116,17 @@ class OneBitAdam(FlatOptimizer):
         """First step with a frozen second moment, once that is known."""
         return None if math.isinf(self._freeze_step) else int(self._freeze_step)
 
-    def _averages(self, step: int) -> bool:
-        return step < self._freeze_step
+    def _plan(self, step: int) -> StepPlan:
+        return StepPlan(averages=step < self._freeze_step)
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
-        coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
-        variance_decay = self._v.at(step) if refresh else None
-        sizes = rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
-        return replace(
-            coefficients,
-            step_size=by_group(sizes, 0.0),
-            eps=self._v.eps,
-            bound=by_group(self._v.bound(sizes), np.inf),
-            variance_decay=variance_decay,
-            inverse_correction=self._v.inverse_correction(variance_decay),
-        )
-
-    def _carried_out(self, step: int, coefficients: Coefficients) -> None:
-        super()._carried_out(step, coefficients)
+    def _carried_out(self, plan: StepPlan, coefficients: Coefficients) -> None:
+        super()._carried_out(plan, coefficients)
+        step = self.step_count
         if self._automatic and self._warn_at is not None and step >= self._warn_at:
-            if self._averages(step):
+            if plan.averages:
                 self._warn(f"it is not at step {step}, half-way through the run")
             self._warn_at = None
-        if self._automatic and self._averages(step) and (step + 1) % self._look_interval == 0:
+        if self._automatic and plan.averages and (step + 1) % self._look_interval == 0:
             self._look(step)
 
     def _look(self, step: int) -> None:

@@ -13,6 +13,9 @@ import torch
 from megatron01.errors import UserError
 from megatron01.optim.flat_parameters import FlatParameters
 
+Order = Callable[[list[tuple[int, int]]], Sequence[int]]
+"""The order in which buckets, given by their (first, last + 1) blocks, are sent."""
+
 
 @dataclass(frozen=True)
 class Opened:

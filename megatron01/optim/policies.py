@@ -8,10 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from megatron01.errors import UserError, nearest
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import integer
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the replicas do at a step; the same on all.
+
+    Attributes:
+        averages: t in T_v: gradients are averaged in full precision.
+        synchronizes: t in T_u: x moves.
+        interval: steps between two synchronizations around this step.
+        key: seed of the exchange, for a quantizer that draws random numbers.
+    """
+
+    averages: bool
+    synchronizes: bool = True
+    interval: int = 1
+    key: int = 0
+
 
 IntervalFunction = Callable[[int], int]
 """Interval between two synchronizations that holds at a step."""

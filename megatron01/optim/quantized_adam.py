@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any, Unpack
 
-import numpy as np
-
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment, by_group
+from megatron01.optim.local_update import Rule, SecondMoment
+from megatron01.optim.policies import StepPlan
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
 
@@ -32,7 +30,7 @@ class QuantizedAdam(FlatOptimizer):
         eps: float = 1e-8,
         **common: Unpack[CommonArguments],
     ) -> None:
-        self._v = SecondMoment(
+        v = SecondMoment(
             betas[1],
             eps=eps,
             mode="per_refresh",
@@ -49,21 +47,11 @@ class QuantizedAdam(FlatOptimizer):
             beta1=betas[0],
             quantizer=None,
             averages=True,
-            second_moment=self._v,
+            second_moment=v,
+            momentum_bias_correction=True,
             agreement=(),
             **(wire | common),
         )
 
-    def _averages(self, step: int) -> bool:
-        return True
-
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
-        decay = self._v.at(step) if refresh else None
-        sizes = rates / (1.0 - self._beta1 ** (step + 1))
-        return replace(
-            super()._coefficients(step, rates, multiplier, refresh=refresh),
-            eps=self._v.eps,
-            variance_decay=decay,
-            inverse_correction=self._v.inverse_correction(decay),
-            step_size=by_group(sizes, 0.0),
-        )
+    def _plan(self, step: int) -> StepPlan:
+        return StepPlan(averages=True)

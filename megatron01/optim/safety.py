@@ -26,6 +26,7 @@ from megatron01.parallel.launch import LaunchEnvironment
 
 if TYPE_CHECKING:
     from megatron01.optim.flat_parameters import FlatParameters
+    from megatron01.optim.policies import StepPlan
     from megatron01.optim.schedule import Schedule
 
 logger = logging.getLogger(__name__)
@@ -154,13 +155,13 @@ class ReplicaCheck:
         self._flat = flat
         self._sent: tuple[int, Tensor, Work] | None = None  # step, rows to come, their collective
 
-    def is_due(self, step: int, *, full: bool, was_full: bool, synchronizes: bool, interval: int) -> bool:
+    def is_due(self, step: int, plan: StepPlan, *, was_full: bool) -> bool:
         """Whether to send after ``step``; depends on the step alone, so it is the same on all replicas."""
         if self._transport.size == 1:
             return False
-        if full and (not was_full or step % self._FULL_INTERVAL == 0):
+        if plan.averages and (not was_full or step % self._FULL_INTERVAL == 0):
             return True
-        return synchronizes and step % self._INTERVAL < interval
+        return plan.synchronizes and step % self._INTERVAL < plan.interval
 
     def look(self) -> None:
         """Read the rows sent after an earlier step, if they have not been read. Collective.

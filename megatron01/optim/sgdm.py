@@ -7,6 +7,7 @@ from typing import Any, Unpack
 
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Rule
+from megatron01.optim.policies import StepPlan
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
 
@@ -32,5 +33,5 @@ class SGDM(FlatOptimizer):
             params, schedule, rule=Rule.PLAIN, beta1=beta, quantizer=None, averages=True, agreement=(), **common
         )
 
-    def _averages(self, step: int) -> bool:
-        return True
+    def _plan(self, step: int) -> StepPlan:
+        return StepPlan(averages=True)

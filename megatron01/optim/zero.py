@@ -23,6 +23,7 @@ from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.grad_scaling import OverflowGuard
 from megatron01.optim.gradients import GradientMean
 from megatron01.optim.local_update import Kernels
+from megatron01.optim.overlap import Order
 from megatron01.optim.shard_ranks import ModelShardRanks
 
 
@@ -37,6 +38,7 @@ class ShardedReplica:
         wire_dtype: type of averaged gradients on the wire.
         bucket_elements: elements of a bucket.
         backend: of the row kernels.
+        order: in which buckets are sent inside the node.
 
     Attributes:
         topology: the one given.
@@ -62,6 +64,7 @@ class ShardedReplica:
         wire_dtype: torch.dtype,
         bucket_elements: int | None,
         backend: str,
+        order: Order,
     ) -> None:
         if topology.local is None or topology.across is None or topology.replica != "node":
             raise UserError(
@@ -87,16 +90,16 @@ class ShardedReplica:
             )
         self.owned = scattered.owned
         self.flat = whole.shard(self.owned.ranges)
-        self.gradient_mean = GradientMean(scattered, whole, kernels, guard)
+        self.gradient_mean = GradientMean(scattered, whole, kernels, guard, order=order)
         self.guard = NodeGuard()
         self.partial = ModelShardRanks(NodeProcesses(topology.local, whole.device), frozenset())
 
-    def reduce_scatter(self, loss_scale: float, order: Sequence[int]) -> tuple[Status, float]:
+    def reduce_scatter(self, loss_scale: float) -> tuple[Status, float]:
         """Reduce-scatter the gradients that have not been averaged yet: each process gets what it owns.
 
         Returns the most severe status of the node's processes, and the inverse of the scale of the gradients.
         """
-        self.guard.of_node, inverse_scale = self.gradient_mean.finish(order, loss_scale)
+        self.guard.of_node, inverse_scale = self.gradient_mean.finish(loss_scale)
         return self.guard.of_node, inverse_scale
 
     def all_gather_weights(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment, by_group
-from megatron01.optim.policies import VariancePolicy, build_sync_policy
+from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy
 from megatron01.optim.schedule import Schedule, as_schedule
 from megatron01.optim.settings import CommonArguments, quantizer_of
 
@@ -97,7 +98,6 @@ class ZeroOneAdam(FlatOptimizer):
         if not 0.0 <= local_scale <= 1.0:
             raise UserError(f"local_scale is {local_scale}; expected a share in [0, 1]")
         self._local_scale = local_scale
-        self._corrects_momentum = momentum_bias_correction
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
         super().__init__(
@@ -108,6 +108,7 @@ class ZeroOneAdam(FlatOptimizer):
             quantizer=quantizer_of(compressor),
             averages=True,
             second_moment=self._v,
+            momentum_bias_correction=momentum_bias_correction,
             delay=delay,
             state_dtype=state_dtype,
             agreement=(
@@ -124,34 +125,20 @@ class ZeroOneAdam(FlatOptimizer):
         # alone it would turn an interval into one step, too long for steep directions.
         self._half_life = math.log(0.5) / math.log(self._beta1) if self._beta1 > 0.0 else 0.0
 
-    def _averages(self, step: int) -> bool:
-        return self._variance_policy.refreshes(step)
-
-    def _synchronizes(self, step: int) -> bool:
-        return self._sync_policy.synchronizes(step)
-
-    def _interval(self, step: int) -> int:
-        return self._sync_policy.interval(step)
-
-    def _step_sizes(self, step: int, rates: np.ndarray) -> np.ndarray:
-        return rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
+    def _plan(self, step: int) -> StepPlan:
+        sync = self._sync_policy
+        return StepPlan(self._variance_policy.refreshes(step), sync.synchronizes(step), sync.interval(step))
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
-        variance_decay = self._v.at(step) if refresh else None
-        shrinkage, rates = rates * self._group_values("weight_decay"), self._step_sizes(step, rates)
-        total, decay = self._local.since_sync.with_step(rates, shrinkage)
-        return Coefficients(
-            rule=Rule.ADAPTIVE,
-            multiplier=multiplier,
-            beta1=self._beta1,
-            eps=self._v.eps,
-            variance_decay=variance_decay,
-            inverse_correction=self._v.inverse_correction(variance_decay),
-            weight=by_group(rates, 0.0),
-            total=by_group(total, 0.0),
+        found = super()._coefficients(step, rates, multiplier, refresh=refresh)
+        since = found.since_sync  # this step included
+        return replace(
+            found,
+            weight=found.step_size,
+            total=by_group(since.total, 0.0),
             step_size=by_group(np.ones_like(rates), 1.0),
-            bound=by_group(self._v.bound(total), np.inf),
-            decay=by_group(decay, 1.0),
+            bound=by_group(self._v.bound(since.total), np.inf),
+            decay=by_group(since.decay, 1.0),
             local_scale=1.0 if self._is_alone else self._local_scale,
-            kept=1.0 if self._is_alone else max(0.0, 1.0 - self._half_life / (self._local.since_sync.steps + 1)),
+            kept=1.0 if self._is_alone else max(0.0, 1.0 - self._half_life / since.steps),
         )

@@ -20,6 +20,7 @@ from megatron01.optim.local_update import (
     LocalUpdate,
     Phase,
     Rule,
+    SinceSynchronization,
     by_group,
 )
 from tests.unit.comm.buffers import random_active
@@ -117,6 +118,7 @@ def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coe
         step_size=by_group(np.array([1.0, 0.5]), 1.0),
         bound=by_group(np.array([0.7, np.inf]), np.inf),
         decay=by_group(np.array([0.99, 1.0]), 1.0),
+        since_sync=SinceSynchronization(np.zeros(2), np.ones(2)),
         never_falls=never_falls,
     )
 
