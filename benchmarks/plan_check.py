@@ -125,6 +125,7 @@ class Foretelling:
             step_seconds=machine.step if is_ours else 0.0,
             exchange_seconds=machine.exchange,
             sending=machine.sending,
+            ddp_bucket_bytes=DDP_BUCKET_BYTES,
             arithmetic=0.0,  # AdamW's is part of the steps without an exchange; the extra time is in ``step``
         )
 
@@ -137,7 +138,7 @@ class Foretelling:
         settings = self.optimizer(contestant)
         work = self.work(machine, is_ours=contestant != BASELINE)
         work = dataclasses.replace(work, gradient_bytes=full_step_bytes(settings, "bf16"))
-        return StepModel(self.cluster(rate, machine), work, settings, ddp_bucket_bytes=DDP_BUCKET_BYTES)
+        return StepModel(self.cluster(rate, machine), work, settings)
 
     def seconds(self, point: Point, machine: Machine) -> float:
         model = self.model(point.rate, machine, point.contestant)

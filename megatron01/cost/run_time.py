@@ -116,6 +116,7 @@ class Work:
         exchange_seconds: fixed processor overhead of exchanging a bucket; not for Adam's all-reduce.
         arithmetic: time of the optimizer's arithmetic relative to its memory traffic at full memory bandwidth.
         sending: processor seconds per byte sent or received; 0 if network cards do the work.
+        ddp_bucket_bytes: size of DDP's gradient buckets, for Adam.
     """
 
     parameters: int
@@ -127,6 +128,7 @@ class Work:
     exchange_seconds: float = 0.0
     arithmetic: float = 1.25
     sending: float = 0.0
+    ddp_bucket_bytes: float = 25e6
 
     @property
     def compute_seconds(self) -> float:
@@ -163,7 +165,6 @@ class StepModel:
         config: of the optimizer.
         replica_is_node: the processes of a node average their gradients at every step.
         sharded: with ZeRO inside nodes: each process updates its shard and sends it to the others; not for Adam.
-        ddp_bucket_bytes: size of DDP's gradient buckets, for Adam.
     """
 
     cluster: Cluster
@@ -171,7 +172,6 @@ class StepModel:
     config: OptimizerConfig
     replica_is_node: bool = False
     sharded: bool = False
-    ddp_bucket_bytes: float = 25e6
 
     def step(self, kind: str, *, every_step: bool) -> StepTime:
         """Time of a step of one of ``volume.STEP_KINDS``; ``every_step`` as in ``one_bit``."""
@@ -185,7 +185,7 @@ class StepModel:
         """Adam's step: an all-reduce of gradients per bucket during the backward pass (DistributedDataParallel)."""
         work = self.work
         size = work.parameters * work.gradient_bytes
-        num_buckets = _whole_buckets(size / self.ddp_bucket_bytes)
+        num_buckets = _whole_buckets(size / work.ddp_bucket_bytes)
         timeline, ends = self._passes(num_buckets)
         if self.cluster.processes > 1:
             stage = self.cluster.all_reduce(size / num_buckets)

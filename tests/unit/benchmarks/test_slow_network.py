@@ -370,3 +370,16 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     run("--advise", "--rates", "5mbit")
     *_, advice = [json.loads(line) for line in output.read_text().splitlines()]
     assert advice["chosen"]["optimizer"] == "zero_one_adam" and "0.004" in advice["reason"]  # Gbit/s, less headers
+
+
+def test_advice_is_of_the_steps_that_were_measured(load: Any, tmp_path: Path) -> None:
+    """``plan_check.py`` predicts whole runs with the settings, DDP's buckets included, of the timed steps."""
+    check = load("plan_check")
+    records = load("convergence_table").read_records(ROOT / "benchmarks" / "results" / "slow_network.jsonl")
+    lines = [line for line in records if line.get("run", {}).get("size") == "yardstick"]
+    (setting,) = load("slow_network_table").settings(lines, [0.05])
+    model = check.Foretelling(setting, tmp_path)
+    machine = check.Machine(latency=1e-3, sending=0.0, exchange=1e-3, step=1e-3)
+    baseline = next(run for run in model.runs("unlimited", machine) if run.choice.name == check.BASELINE)
+    of_a_step = model.model("unlimited", machine, check.BASELINE).step("full", every_step=True).seconds
+    assert baseline.step_seconds == pytest.approx(of_a_step)
