@@ -174,8 +174,9 @@ class Adam:
         refuse_averaging(model.modules(), self._weights.values(), ranks_of(self._process_group))
         # Otherwise DDP rebuilds its buckets after the first step of every start. From three replicas on, the order of
         # additions in a ring depends on an element's place in its bucket, and a resumed run would differ in its last
-        # bits.
-        keeps_buckets = self._num_replicas > 2
+        # bits. On a GPU that costs a collective and a host sync a step, and bits are only promised if asked for.
+        on_gpu = any(weight.is_cuda for weight in self._weights.values())
+        keeps_buckets = self._num_replicas > 2 and (not on_gpu or torch.are_deterministic_algorithms_enabled())
         self._module = DistributedDataParallel(
             model,
             process_group=self._process_group,

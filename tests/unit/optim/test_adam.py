@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from megatron01.optim import LossScaler, TrainingDiverged
 from megatron01.optim.adam import Adam
@@ -67,3 +69,22 @@ def test_it_gives_up_after_too_many_bad_steps(runs_behind: bool) -> None:
     with pytest.raises(TrainingDiverged, match="3 steps in a row"):
         train(weights, adam, dict.fromkeys((2, 3, 4), math.inf), 6)
     assert adam.step_count == 5
+
+
+@pytest.mark.parametrize(
+    ("device", "deterministic", "keeps"), [("cpu", False, True), ("cuda", False, False), ("cuda", True, True)]
+)
+def test_buckets_keep_their_places_where_bits_are_promised(
+    device: str, deterministic: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, ``find_unused_parameters`` costs a collective and a host sync at every step."""
+    wrap = MagicMock()
+    monkeypatch.setattr("megatron01.optim.adam.DistributedDataParallel", wrap)
+    monkeypatch.setattr("megatron01.optim.adam.refuse_averaging", lambda *_: None)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(3, device=device))
+        adam = Adam([{"params": [("weight", weight)]}], as_schedule(0.01))
+        adam._num_replicas = 3
+        adam.attach(torch.nn.Linear(1, 1))
+    assert wrap.call_args.kwargs["find_unused_parameters"] is keeps
