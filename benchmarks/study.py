@@ -2,6 +2,7 @@
 
     python benchmarks/study.py                                            # results/pretrain_and_finetune.jsonl
     python benchmarks/study.py --records runs/evidence/records.jsonl --docs runs/evidence/docs
+    python benchmarks/study.py --runs runs/study      # the runs as folders, for ``megatron01 compare`` and wandb
 
 Every number and sentence comes from the records. Writes DOCS/study.md; figures and the page of ``megatron01 compare``
 in DOCS/study; and loss against bytes and against time, light and dark, in DOCS/pictures.
@@ -10,6 +11,7 @@ in DOCS/study; and loss against bytes and against time, light and dark, in DOCS/
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from statistics import fmean, mean, median, stdev
 
 import matplotlib.pyplot as plt
 import numpy as np
+import yaml
 from convergence_run import ROOT
 from convergence_table import markdown
 from evidence import KINDS, Evidence, Record
@@ -322,17 +325,39 @@ def write_study(evidence: Evidence, docs: Path) -> list[Path]:
     return written
 
 
+def write_runs(evidence: Evidence, folder: Path) -> list[Path]:
+    """Write the run folder of each record that has metrics: what ``megatron01 compare`` reads. Returns the folders."""
+    written = []
+    for run, record in evidence.records.items():
+        if not record.get("metrics"):
+            continue
+        place = folder / f"{run.kind}-{run.folder(folder).name}"  # one level: folders' names are those of runs
+        place.mkdir(parents=True, exist_ok=True)
+        sections: dict[str, dict[str, str]] = {}
+        for key, value in record["settings"].items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        (place / "config.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
+        (place / "environment.json").write_text(json.dumps(record["environment"]), encoding="utf-8")
+        lines = "".join(json.dumps(line) + "\n" for line in record["metrics"])
+        (place / "metrics.jsonl").write_text(lines, encoding="utf-8")
+        written.append(place)
+    return written
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     records = ROOT / "benchmarks" / "results" / "pretrain_and_finetune.jsonl"
     parser.add_argument("--records", type=Path, default=records)
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder that is written into")
+    parser.add_argument("--runs", type=Path, help="write run folders here, and nothing else")
     arguments = parser.parse_args()
     try:
         evidence = Evidence.read(arguments.records)
     except UserError as error:
         sys.exit(f"error: {error}")
-    for path in write_study(evidence, arguments.docs):
+    made = write_study(evidence, arguments.docs) if arguments.runs is None else write_runs(evidence, arguments.runs)
+    for path in made:
         print(f"written: {path}")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron01.compare.runs import read_run
 from megatron01.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,3 +118,16 @@ def test_the_committed_study_is_that_of_the_records(study: Any) -> None:
 
 def study_spec(study: Any, **sections: Any) -> Any:
     return importlib.import_module("evidence").Spec(2, [0, 1, 2], OPTIMIZERS, **sections)
+
+
+def test_runs_are_made_of_their_records(study: Any, tmp_path: Path) -> None:
+    """The committed records give run folders that ``megatron01 compare`` reads as those of the study."""
+    evidence = study.Evidence.read(ROOT / "benchmarks" / "results" / "pretrain_and_finetune.jsonl")
+    with_metrics = [record for record in evidence.records.values() if record.get("metrics")]
+    folders = study.write_runs(evidence, tmp_path)
+    records = {folder.name: record for folder, record in zip(folders, with_metrics, strict=True)}
+    assert len(records) == len(folders) > 20
+    for folder in folders:
+        run, record = read_run(folder), records[folder.name]
+        assert dict(run.settings) == record["settings"] and run.environment == record["environment"]
+        assert run.bytes_sent[-1] == record["bytes"] and not run.notes
