@@ -217,13 +217,13 @@ class Adam:
         if self._runs_behind:
             norm = DeferredNorm(scaled, inverse_scale, self._max_grad_norm)
             self._update(rate, norm.multiplier)
-            self._guard.note_deferred(norm)
+            self._guard.record_deferred(norm)
         else:
             norm = float(scaled) * inverse_scale
             called_off = not math.isfinite(norm)
             if not called_off:
                 self._update(rate, inverse_scale * clip_coefficient(norm, self._max_grad_norm))
-            self._guard.note(overflow_here=called_off, skipped=called_off)
+            self._guard.record(overflow_here=called_off, skipped=called_off)
         self.last_step = StepReport(
             step=self.step_count,
             planned_kind="full",

@@ -148,16 +148,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
         self._defers = not delay and rule is not Rule.SOFT_SIGN
         self._clipping = safety.ClippingWatch()
-        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._clipping.look)
+        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._clipping.record)
         self.step_count = 0
         self.last_step = None
         self._weights_are_ahead = False  # a result has been received that the model's weights lack
-        self._not_noted: tuple[bool, bool] | None = None  # (overflow here, skipped) of that result's step
+        self._unrecorded: tuple[bool, bool] | None = None  # (overflow here, skipped) of that result's step
 
         topology = settings.process_group
         world = topology if isinstance(topology, Topology) else Topology.flat(topology)
         parameters = named_parameters(self.param_groups)
-        self._left_out = [p for p in parameters if not p.tensor.requires_grad]
+        self._frozen_at_start = [p for p in parameters if not p.tensor.requires_grad]
         self._whole = FlatParameters([p for p in parameters if p.tensor.requires_grad], settings.block_size)
         self._masks = parameter_masks(self._whole, settings.masks or {})
         self._kernels = build_kernels(self._whole.device, backend=settings.backend)
@@ -183,15 +183,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         about: tuple[Any, ...] = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
         about += () if second_moment is None else second_moment.settings
         about += (settings.block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
-        check_agreement(self._whole, self._left_out, self._masks, self.param_groups, about, world)
-        if self._left_out:
-            share_frozen(self._left_out, self._whole.device, world)
+        check_agreement(self._whole, self._frozen_at_start, self._masks, self.param_groups, about, world)
+        if self._frozen_at_start:
+            share_frozen(self._frozen_at_start, self._whole.device, world)
         for weights in self._whole.weight_buffers:
             world.world.broadcast(weights)
         self._local = LocalUpdate(
             self._flat, self._kernels, rule, state_dtype=state_dtype, num_groups=len(self.param_groups)
         )
-        self._is_alone = self._topology.num_replicas == 1
+        self._is_single = self._topology.num_replicas == 1
         self._agrees = True  # whether m and u are the same on all replicas
         self._candidates = active_candidates(self._flat, self._masks, ())
         self._active = self._candidates.clone()
@@ -205,7 +205,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             and settings.clip_by == "mean"
             and averages
             and quantizer is not None,
-            same_data=None if self._is_alone else self._same_data_watch(wire_dtype, world),
+            same_data=None if self._is_single else self._same_data_watch(wire_dtype, world),
         )
         self._quantized: QuantizedGradientMean | None = None
         self._exchange: CompressedAllReduce | None = None
@@ -216,7 +216,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         replicas = self._topology.num_replicas
         adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
         padded = self._whole.blocks.num_elements / self._whole.num_parameters
-        self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, speaks=world.world.rank == 0)
+        self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, logs=world.world.rank == 0)
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
         self._weights_version = sum(map(VERSION, self._whole.tensors))
@@ -285,7 +285,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if quantizer is not None and self._topology.replica == "node" and self._topology.local_size > 1:
             assert self._topology.local is not None
             of_node = gradient_mean(Topology.flat(self._topology.local), self._guard)
-        if quantizer is not None and not self._is_alone:
+        if quantizer is not None and not self._is_single:
             self._exchange = CompressedAllReduce(
                 exchange(quantizer, self._active),
                 self._local,
@@ -309,7 +309,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _same_data_watch(self, wire_dtype: torch.dtype, world: Topology) -> safety.SameDataWatch:
         # relative change of the mean's norm when it is rounded to its wire type
         rounding = torch.finfo(wire_dtype).eps / self._whole.num_parameters**0.5
-        return safety.SameDataWatch(max(2e-6, rounding), speaks=world.world.rank == 0)
+        return safety.SameDataWatch(max(2e-6, rounding), logs=world.world.rank == 0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._constructed:
@@ -390,12 +390,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, found.multiplier, refresh=plan.averages and found.is_used)
         # right after a synchronization u is 0: such a step can be called off on all replicas when one overflows
-        if self._local.is_fresh and not found.is_used and (plan.averages or self._is_alone):
+        if self._local.is_fresh and not found.is_used and (plan.averages or self._is_single):
             carried_out = False
         elif plan.synchronizes:  # m, u <- m', u + lr m' ; x <- P x - U / (sqrt(v) + eps) ; m <- U / G
             carried_out = self._synchronize(plan, coefficients, found)
         else:  # m, u <- m', u + lr m' ; the model's weights <- P x - u / (sqrt(v) + eps)
-            self._step_alone(plan, coefficients, found)
+            self._step_locally(plan, coefficients, found)
             carried_out = True
         if carried_out:
             self._carried_out(plan, coefficients)
@@ -406,8 +406,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Receive a delayed result, gather gradients into the flat buffers, and return their loss scale."""
         self._early.join()
         if self._whole.check_unchanged(self._weights_version):
-            self._refuse_other_weights()
-        for parameter in self._left_out:
+            self._check_unmodified()
+        for parameter in self._frozen_at_start:
             if parameter.tensor.requires_grad:
                 raise UserError(
                     f"parameter {parameter.name} required no gradient when the optimizer was built and does now; build "
@@ -419,7 +419,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         loss_scale = self._scale_of_gradients()  # the one of the backward pass; a delayed result may change it
         if self._delay:
             self._receive_delayed()
-            self._note_delayed()
+            self._apply_delayed()
         if self._exchange is None or not self._exchange.begun:  # buckets sent early keep their masks
             self._exclude_frozen()
         self._whole.gather_gradients()
@@ -431,7 +431,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """The gradient of this step, with its norm and multiplier."""
         unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
         may_be_deferred = self._gradients.may_be_deferred and (self._defers or not plan.synchronizes)
-        if may_be_deferred and not (plan.averages or self._is_alone):
+        if may_be_deferred and not (plan.averages or self._is_single):
             return self._gradients.deferred(loss_scale, unsent)
         found = self._gradients.finish(plan.averages, loss_scale, unsent)
         if plan.averages:  # else the status is of this node alone; the next exchange sends it to the others
@@ -446,11 +446,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         exchange = self._exchange
         if not coefficients.moves:
             # the learning rate has been 0 since the last synchronization: u is 0 and there is no mean to take
-            self._step_alone(plan, coefficients, found)
+            self._step_locally(plan, coefficients, found)
             self._local.since_sync = self._local.start
             return True
         if exchange is None or (self._agrees and plan.averages):
-            self._synchronize_alone(coefficients, found.is_used)
+            self._synchronize_locally(coefficients, found.is_used)
             self._has_synchronized()
             return True
         if not exchange.begun:
@@ -466,13 +466,13 @@ class FlatOptimizer(torch.optim.Optimizer):
             return True
         return self._receive(work)
 
-    def _step_alone(self, plan: StepPlan, coefficients: Coefficients, found: StepGradient) -> None:
+    def _step_locally(self, plan: StepPlan, coefficients: Coefficients, found: StepGradient) -> None:
         """Local step: add to u without communication."""
         self._run(LOCAL if found.is_used else WRITE_WEIGHTS, coefficients)
         self._local.since_sync = coefficients.since_sync
-        self._agrees = self._is_alone or (self._agrees and plan.averages)
+        self._agrees = self._is_single or (self._agrees and plan.averages)
 
-    def _synchronize_alone(self, coefficients: Coefficients, uses_gradient: bool) -> None:
+    def _synchronize_locally(self, coefficients: Coefficients, uses_gradient: bool) -> None:
         """Synchronize without an exchange: u is the same on all replicas."""
         self._run(ACCUMULATE_AND_SYNCHRONIZE if uses_gradient else SYNCHRONIZE, coefficients)
 
@@ -518,10 +518,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Report and count the step; with a sharded optimizer, all-gather the new weights first."""
         step, skipped = self.step_count, not found.is_used or not carried_out
         if isinstance(found.norm, DeferredNorm):
-            self._guard.note_deferred(found.norm, called_off=skipped)
+            self._guard.record_deferred(found.norm, called_off=skipped)
         elif not self.is_pending:
-            self._guard.note(overflow_here=found.overflow_here, skipped=skipped)
-            self._stop_if(self._is_alone and self._guard.given_up)
+            self._guard.record(overflow_here=found.overflow_here, skipped=skipped)
+            self._stop_if(self._is_single and self._guard.given_up)
         kind: StepKind = "full" if plan.averages else self._exchange_kind if plan.synchronizes else "local"
         self._share_weights()
         self.last_step = StepReport(
@@ -539,10 +539,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         )
         self.step_count += 1
         self._traffic.add(step, self.last_step.bytes_sent)
-        if not (plan.averages or self._is_alone or isinstance(found.norm, DeferredNorm)):
-            self._clipping.look(found.norm)
+        if not (plan.averages or self._is_single or isinstance(found.norm, DeferredNorm)):
+            self._clipping.record(found.norm)
         if plan.averages or plan.synchronizes:  # a local step has no host sync here
-            self._replicas.look()
+            self._replicas.compare()
         if self._replicas.is_due(step, plan, was_full=step > 0 and self._plan(step - 1).averages):
             state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
             self._replicas.send(step, self.param_groups, state)
@@ -576,33 +576,33 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "step(); expected it before the one or after the other"
             )
         if self.is_pending:
-            with self._weights_kept():
+            with self._restoring_weights():
                 self._receive_delayed()
             self._weights_are_ahead = True
 
     def _receive_delayed(self) -> None:
-        """Receive the result of a delayed exchange, if any; ``_note_delayed`` then records it."""
+        """Receive the result of a delayed exchange, if any; ``_apply_delayed`` then uses it."""
         work = None if self._exchange is None else self._exchange.awaited
         if work is None:
             return
         carried_out = self._receive(work)
         if not carried_out:
             self._derive_weights()
-        self._not_noted = (work.overflow_here, not work.uses_gradient or not carried_out)
+        self._unrecorded = (work.overflow_here, not work.uses_gradient or not carried_out)
 
-    def _note_delayed(self) -> None:
+    def _apply_delayed(self) -> None:
         """Apply a received result to the model's weights and the overflow guard, once the gradients are there."""
         if self._weights_are_ahead:
             self._derive_weights()
             self._weights_are_ahead = False
-        if self._not_noted is not None:
-            overflow_here, skipped = self._not_noted
-            self._not_noted = None
-            self._guard.note(overflow_here=overflow_here, skipped=skipped)
-            self._stop_if(self._is_alone and self._guard.given_up)
+        if self._unrecorded is not None:
+            overflow_here, skipped = self._unrecorded
+            self._unrecorded = None
+            self._guard.record(overflow_here=overflow_here, skipped=skipped)
+            self._stop_if(self._is_single and self._guard.given_up)
 
     @contextmanager
-    def _weights_kept(self) -> Iterator[None]:
+    def _restoring_weights(self) -> Iterator[None]:
         """Context in which the model's weights may be overwritten; restores them bit for bit."""
         kept = [weights.clone() for weights in self._whole.weight_buffers]
         try:
@@ -746,7 +746,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Context in which the model holds the synchronized weights; restores its own bit for bit."""
         self.finish_delayed()
         self._whole.check_unchanged()
-        with self._not_reported(), self._weights_kept() if self._delay else nullcontext():
+        with self._unreported(), self._restoring_weights() if self._delay else nullcontext():
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
             self._share_weights()
             try:
@@ -769,14 +769,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             (self._topology if self._sharded is None else self._sharded.topology).world.broadcast(weights)
         self._adopt_weights()
         self._local.since_sync = self._local.start
-        self._agrees = self._agrees and self._is_alone
+        self._agrees = self._agrees and self._is_single
 
     def _adopt_weights(self) -> None:
         """Make the model's weights the master weights."""
         self._flat.read_weights(0, self._flat.blocks.num_blocks, self._local.x)
-        self._frozen_elements.note(self._local.x)
+        self._frozen_elements.save(self._local.x)
 
-    def _refuse_other_weights(self) -> None:
+    def _check_unmodified(self) -> None:
         """Check that the model's weights were not modified since the last step, as this step overwrites them.
 
         The master weights (of a checkpoint, say) are accepted too. Nothing is compared while the weights lack a delayed
@@ -786,11 +786,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             return
         version = sum(map(VERSION, self._whole.tensors))
         found = [weights.clone() for weights in self._whole.weight_buffers]
-        with self._weights_kept():
+        with self._restoring_weights():
             self._derive_weights()
-            known = self._holds(found)
+            known = self._weights_equal(found)
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
-            known = known or self._holds(found)
+            known = known or self._weights_equal(found)
         if not known:
             raise UserError(
                 "the model's weights have been written to since the last step, which this step would overwrite, as they"
@@ -799,7 +799,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         self._weights_version = version
 
-    def _holds(self, weights: list[Tensor]) -> bool:
+    def _weights_equal(self, weights: list[Tensor]) -> bool:
         """True if ``weights`` are bit-identical to the model's weights."""
         pairs = zip(weights, self._whole.weight_buffers, strict=True)
         return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
@@ -814,9 +814,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._sharded is not None:
             self._sharded.all_gather_weights()
 
-    def _not_reported(self) -> AbstractContextManager[None]:
+    def _unreported(self) -> AbstractContextManager[None]:
         """Context whose traffic inside the node is not reported."""
-        return nullcontext() if self._sharded is None else self._sent.aside()
+        return nullcontext() if self._sharded is None else self._sent.unreported()
 
     # State. Flat buffers are returned without a copy.
 
@@ -838,7 +838,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         state = self.replicated_state()
         if self._sharded is not None:
             assert only is None, "tensor-parallel shards are not sharded again"
-            with self._not_reported():
+            with self._unreported():
                 own = np.frombuffer(bytes.fromhex(digest(state)), np.uint32)
                 rows = self._sharded.partial.ranks.gather(own.tolist())
             return hashlib.sha256(repr(rows).encode()).hexdigest()
@@ -873,9 +873,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._quantized is not None:
             own |= self._quantized.state()
         if self._delay:
-            not_noted = (False, False) if self._not_noted is None else self._not_noted
-            numbers += [float(self._weights_are_ahead), float(self._not_noted is not None), *map(float, not_noted)]
-            if not self._is_alone:
+            unrecorded = (False, False) if self._unrecorded is None else self._unrecorded
+            numbers += [float(self._weights_are_ahead), float(self._unrecorded is not None), *map(float, unrecorded)]
+            if not self._is_single:
                 own["weights"] = torch.empty_like(self._local.x)
                 self._flat.read_weights(0, self._flat.blocks.num_blocks, own["weights"])
         return own | {"scalars": torch.tensor(numbers, dtype=torch.float64)}
@@ -890,13 +890,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         own = self.replicated_state() | self._replica_buffers()
         _copy_into(own, replicated | replica)
         self._load_scalars(replica["scalars"].tolist())
-        self._frozen_elements.note(self._local.x)
+        self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
-        if self._weights_are_ahead and not self._is_alone:
+        if self._weights_are_ahead and not self._is_single:
             self._flat.write_weights(0, self._flat.blocks.num_blocks, own["weights"])
         else:
             self._derive_weights()
-        with self._not_reported():
+        with self._unreported():
             self._share_weights()
 
     def averaged_state(self) -> dict[str, Tensor]:
@@ -946,7 +946,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         numbers = [*numbers, *[0.0] * _NUM_DELAY_SCALARS][:own]  # it may be of a run with or without a delay
         self._load_scalars(numbers)
         self._weights_are_ahead = False
-        self._frozen_elements.note(self._local.x)
+        self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
         if not self._local.is_fresh:
             coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
@@ -957,7 +957,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._quantized is not None and "gradient_error" in errors:
             self._quantized.exchange.set_errors(errors["gradient_error"])
         self._derive_weights()
-        with self._not_reported():
+        with self._unreported():
             self._share_weights()
 
     def _adopt_errors(self, mean: Tensor) -> None:
@@ -1009,7 +1009,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for name, place in self.error_places().items():
             total = errors.setdefault(safety.error_key(name), self._flat.new_buffer())
             place.add(own[name].float(), total, self._flat.blocks.block_size)
-        with self._sent.aside():
+        with self._sent.unreported():
             mean = DenseExchange(self._flat.blocks, self._topology)
             for buffer in (*average.values(), *errors.values()):
                 mean.all_reduce(buffer)
@@ -1071,9 +1071,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _load_scalars(self, scalars: list[float]) -> None:
         end = 1 + OverflowGuard.NUM_SCALARS
         if self._delay:
-            *scalars, ahead, to_note, overflow_here, skipped = scalars
+            *scalars, ahead, to_record, overflow_here, skipped = scalars
             self._weights_are_ahead = bool(ahead)
-            self._not_noted = (bool(overflow_here), bool(skipped)) if to_note else None
+            self._unrecorded = (bool(overflow_here), bool(skipped)) if to_record else None
         self.step_count = int(scalars[0])
         self._guard.load_scalars(scalars[1:end])
         self._load_own_scalars(scalars[end:])

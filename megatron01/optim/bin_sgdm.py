@@ -56,7 +56,7 @@ class SoftSignSGD(FlatOptimizer):
             agreement=(soft_sign_max, *agreement),
             **common,
         )
-        self._agrees = self._is_alone
+        self._agrees = self._is_single
 
     def _plan(self, step: int) -> StepPlan:
         return StepPlan(averages=False)
@@ -65,7 +65,7 @@ class SoftSignSGD(FlatOptimizer):
         coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
         return replace(coefficients, never_falls=self._never_falls)
 
-    def _synchronize_alone(self, coefficients: Coefficients, uses_gradient: bool) -> None:
+    def _synchronize_locally(self, coefficients: Coefficients, uses_gradient: bool) -> None:
         for phase in (ACCUMULATE, SYNCHRONIZE):
             self._run(replace(phase, gradient=uses_gradient), coefficients)
 

@@ -20,7 +20,7 @@ from megatron01.optim.shard_ranks import ModelShardRanks
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 8
+_HISTORY = 8
 _GROWTH = 4.0
 
 
@@ -40,7 +40,7 @@ class CompressionWatch:
         self._interval = interval
         self._partial = partial
         self.exchanges = 0
-        self._ratios: deque[float] = deque(maxlen=_LOOKS)
+        self._ratios: deque[float] = deque(maxlen=_HISTORY)
         self.report: CompressionReport | None = None
 
     def next_is_due(self) -> bool:
@@ -48,7 +48,7 @@ class CompressionWatch:
         self.exchanges += 1
         return self._interval > 0 and (self.exchanges - 1) % self._interval == 0
 
-    def look(self, buckets: Sequence[CompressionNorms]) -> None:
+    def record(self, buckets: Sequence[CompressionNorms]) -> None:
         """Record the norms of a measured exchange."""
         if not buckets:
             return
@@ -68,7 +68,7 @@ class CompressionWatch:
         ratio = self.report.feedback_ratio
         self._ratios.append(ratio)
         history = list(self._ratios)
-        if len(history) == _LOOKS and history == sorted(history) and ratio > _GROWTH * history[0] > 0.0:
+        if len(history) == _HISTORY and history == sorted(history) and ratio > _GROWTH * history[0] > 0.0:
             logger.warning(
                 "the error feedback of the 1-bit exchange has grown from %.3g to %.3g times the exchanged step; "
                 "raise dead_threshold, or lower block_size or the learning rate",
@@ -204,7 +204,7 @@ class CompressedAllReduce:
             local.run(phase, contribution.coefficients, blocks, mean)
         local.u = self.exchange.swap(local.u)
         if self._watched:
-            self._watch.look(self.exchange.compression())
+            self._watch.record(self.exchange.compression())
         return worst
 
     def take_report(self) -> CompressionReport | None:

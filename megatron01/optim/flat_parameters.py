@@ -476,7 +476,7 @@ class FrozenElements:
         self._off = {index: ~mask.expand(layout.parameters[index].tensor.shape) for index, mask in masks.items()}
         self._values: dict[int, Tensor] = {}
 
-    def note(self, x: Tensor) -> None:
+    def save(self, x: Tensor) -> None:
         """Save the masked elements of ``x`` (fp32[elements])."""
         if self._off:
             views = [view for _, view in self._layout.named_views(x)]

@@ -206,14 +206,14 @@ class OverflowGuard:
         """Status to send to the other replicas; ``own`` is that of this replica's gradient (fp32[] if a tensor)."""
         return Status.GIVING_UP if self.given_up else own
 
-    def note(self, *, overflow_here: bool, skipped: bool) -> None:
+    def record(self, *, overflow_here: bool, skipped: bool) -> None:
         """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""
         self._catch_up()
         if self.loss_scaler is not None and (overflow_here or not skipped):
             self.loss_scaler.update(overflow_here)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
 
-    def note_deferred(self, norm: DeferredNorm, *, called_off: bool = False) -> None:
+    def record_deferred(self, norm: DeferredNorm, *, called_off: bool = False) -> None:
         """Record a step with a deferred norm; it is read when the guard's state is next needed.
 
         That is at the next step's end at the latest. By then that step's passes are queued, so the host sync does not
@@ -228,7 +228,7 @@ class OverflowGuard:
             norm, called_off = float(deferred[0]), deferred[1]
             self._on_norm(norm)
             overflow = not math.isfinite(norm)
-            self.note(overflow_here=overflow, skipped=overflow or called_off)
+            self.record(overflow_here=overflow, skipped=overflow or called_off)
 
     def diverged(self, step: int) -> TrainingDiverged:
         """The error to raise at ``step``."""

@@ -322,7 +322,7 @@ class NormRatio:
     def measured(self, norm_of_mean: float, square_sum: float) -> None:
         """Record a full step; ``square_sum`` is the sum of the replicas' squared norms, the same on all."""
         if self._same_data is not None:
-            self._same_data.look(norm_of_mean, square_sum / self._num_replicas)
+            self._same_data.record(norm_of_mean, square_sum / self._num_replicas)
         if not self.measures or not (math.isfinite(norm_of_mean) and 0.0 < square_sum < math.inf):
             return
         # the mean is rounded to its wire type, so it may come out longer

@@ -24,7 +24,7 @@ from megatron01.optim.settings import CommonArguments, integer, quantizer_of
 
 logger = logging.getLogger(__name__)
 
-_LOOKS = 10
+_CHECKS = 10
 """Norms of the second moment taken in the 1 / (1 - beta2) steps over which they are compared."""
 _BLOCKS = 1 << 12
 """Blocks summed at a time."""
@@ -81,8 +81,8 @@ class OneBitAdam(FlatOptimizer):
         self._freeze_step = math.inf if freeze_step is None else freeze_step
         self._freeze_ratio = freeze_ratio
         self._automatic = freeze_step is None
-        self._look_interval = max(1, round(1.0 / (1.0 - betas[1]) / _LOOKS))
-        self._norms = np.zeros(_LOOKS)  # the last looks, oldest first; 0 where there was none yet
+        self._check_interval = max(1, round(1.0 / (1.0 - betas[1]) / _CHECKS))
+        self._norms = np.zeros(_CHECKS)  # at the last checks, oldest first; 0 where there was none yet
         super().__init__(
             params,
             schedule,
@@ -126,10 +126,10 @@ class OneBitAdam(FlatOptimizer):
             if plan.averages:
                 self._warn(f"it is not at step {step}, half-way through the run")
             self._warn_at = None
-        if self._automatic and plan.averages and (step + 1) % self._look_interval == 0:
-            self._look(step)
+        if self._automatic and plan.averages and (step + 1) % self._check_interval == 0:
+            self._freeze_if_stable(step)
 
-    def _look(self, step: int) -> None:
+    def _freeze_if_stable(self, step: int) -> None:
         """Freeze the second moment if its norm is stable; it is replicated, so all replicas decide the same."""
         # its bias towards 0 would look like growth: 1 - beta2^t has only come to 0.63 after 1 / (1 - beta2) steps
         norm = self._sum_of_second_moment() * self._v.inverse_correction()
@@ -152,5 +152,5 @@ class OneBitAdam(FlatOptimizer):
     def _load_own_scalars(self, scalars: list[float]) -> None:
         if self._automatic:
             self._freeze_step = scalars[0] if math.isinf(scalars[0]) else int(scalars[0])
-        self._norms = np.array(scalars[1 : 1 + _LOOKS])
-        super()._load_own_scalars(scalars[1 + _LOOKS :])
+        self._norms = np.array(scalars[1 : 1 + _CHECKS])
+        super()._load_own_scalars(scalars[1 + _CHECKS :])

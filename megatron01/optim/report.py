@@ -112,7 +112,7 @@ class SentSinceReport:
         return Sent(*map(operator.sub, self._before, before))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def unreported(self) -> Iterator[None]:
         """Context whose traffic is not reported."""
         start = self._now()
         yield

@@ -163,7 +163,7 @@ class ReplicaCheck:
             return True
         return plan.synchronizes and step % self._INTERVAL < plan.interval
 
-    def look(self) -> None:
+    def compare(self) -> None:
         """Read the rows sent after an earlier step, if they have not been read. Collective.
 
         Raises:
@@ -195,7 +195,7 @@ class ReplicaCheck:
                 )
 
     def send(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
-        """All-gather this replica's row asynchronously, for ``look`` after a later step."""
+        """All-gather this replica's row asynchronously, for ``compare`` after a later step."""
         frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
         numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]
@@ -229,18 +229,18 @@ class SameDataWatch:
 
     _STEPS = 3
 
-    def __init__(self, tolerance: float, *, speaks: bool) -> None:
+    def __init__(self, tolerance: float, *, logs: bool) -> None:
         self._tolerance = tolerance
-        self._speaks = speaks
+        self._logs = logs
         self._in_a_row = 0
 
-    def look(self, norm_of_mean: float, mean_square: float) -> None:
+    def record(self, norm_of_mean: float, mean_square: float) -> None:
         """Record a full step; ``mean_square`` is that of the replicas' norms."""
         if self._in_a_row >= self._STEPS or not 0.0 < mean_square < math.inf or not math.isfinite(norm_of_mean):
             return
         alike = abs(norm_of_mean / math.sqrt(mean_square) - 1.0) <= self._tolerance
         self._in_a_row = self._in_a_row + 1 if alike else 0
-        if self._in_a_row == self._STEPS and self._speaks:
+        if self._in_a_row == self._STEPS and self._logs:
             logger.warning(
                 "the gradients of all replicas were the same at %d full steps: do they all read the same data? Give"
                 " each its own share (DistributedSampler, or a seed that depends on the rank)",
@@ -260,7 +260,7 @@ class ClippingWatch:
         self._norms: deque[float] = deque(maxlen=self._STEPS)
         self._warned = False
 
-    def look(self, norm: float) -> None:
+    def record(self, norm: float) -> None:
         """Record the norm of this replica's own gradient."""
         self._norms.append(norm)
         highest, lowest = max(self._norms), min(self._norms)
@@ -283,13 +283,13 @@ class TrafficWatch:
         adam_bytes: what Adam sends in a step with the same gradient type.
         schedule: gives the number of steps of the run.
         padded: elements of the flat buffer, padding included, per element of the parameters.
-        speaks: whether this replica logs the warning.
+        logs: whether this replica logs the warning.
     """
 
-    _FIRST_LOOK = 100
+    _FIRST_CHECK = 100
 
-    def __init__(self, adam_bytes: float, schedule: Schedule, padded: float, *, speaks: bool) -> None:
-        self._adam_bytes, self._speaks = adam_bytes, speaks
+    def __init__(self, adam_bytes: float, schedule: Schedule, padded: float, *, logs: bool) -> None:
+        self._adam_bytes, self._logs = adam_bytes, logs
         self._reason = (
             "full steps are too frequent (gradient_wire_dtype='4bit' makes them smaller), or blocks too small"
         )
@@ -298,19 +298,19 @@ class TrafficWatch:
                 f"the parameters fill {1 / padded:.0%} of their blocks; a lower block_size suits so small ones"
             )
         self._total_steps = schedule.total_steps
-        self._sent, self._steps, self._next_look = 0, 0, self._FIRST_LOOK
+        self._sent, self._steps, self._next_check = 0, 0, self._FIRST_CHECK
 
     def add(self, step: int, bytes_sent: int) -> None:
         """Record a step's traffic."""
         self._sent += bytes_sent
         self._steps += 1
         is_last = self._total_steps is not None and step + 1 == self._total_steps
-        if self._steps < self._next_look and not is_last:
+        if self._steps < self._next_check and not is_last:
             return
-        self._next_look *= 10
+        self._next_check *= 10
         adam = self._adam_bytes * self._steps
         if (
-            self._speaks and self._sent > 1.01 * adam > 0.0
+            self._logs and self._sent > 1.01 * adam > 0.0
         ):  # 1 %: the headers of rows, which do not count in ``adam_bytes``
             logger.warning(
                 "in %d steps each replica has sent %.4g MB, %.3g times the %.4g MB of Adam with the same type of"

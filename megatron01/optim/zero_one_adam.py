@@ -139,6 +139,6 @@ class ZeroOneAdam(FlatOptimizer):
             step_size=by_group(np.ones_like(rates), 1.0),
             bound=by_group(self._v.bound(since.total), np.inf),
             decay=by_group(since.decay, 1.0),
-            local_scale=1.0 if self._is_alone else self._local_scale,
-            kept=1.0 if self._is_alone else max(0.0, 1.0 - self._half_life / since.steps),
+            local_scale=1.0 if self._is_single else self._local_scale,
+            kept=1.0 if self._is_single else max(0.0, 1.0 - self._half_life / since.steps),
         )

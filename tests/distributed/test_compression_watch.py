@@ -57,8 +57,8 @@ def test_growth_without_bound_is_warned_of_once(caplog: pytest.LogCaptureFixture
     watch = CompressionWatch(1)
     with caplog.at_level(logging.WARNING):
         for ratio in np.linspace(1.0, 3.0, 8):
-            watch.look([CompressionNorms(quantized=1.0, residual=float(ratio**2), result=1.0)])
+            watch.record([CompressionNorms(quantized=1.0, residual=float(ratio**2), result=1.0)])
         assert not caplog.records
         for ratio in np.geomspace(1.0, 8.0, 9):
-            watch.look([CompressionNorms(quantized=1.0, residual=float(ratio**2), result=1.0)])
+            watch.record([CompressionNorms(quantized=1.0, residual=float(ratio**2), result=1.0)])
     assert len(caplog.records) == 1 and "has grown" in caplog.records[0].message

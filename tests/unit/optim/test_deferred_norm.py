@@ -101,8 +101,8 @@ def test_the_guard_reads_a_late_norm_when_somebody_asks_what_came_of_the_step() 
     for outcome in outcomes:
         norm = Unread(outcome)
         overflow = not math.isfinite(outcome)
-        at_once.note(overflow_here=overflow, skipped=overflow)
-        deferred.note_deferred(norm)
+        at_once.record(overflow_here=overflow, skipped=overflow)
+        deferred.record_deferred(norm)
         assert norm.reads == 0
         assert deferred.given_up == at_once.given_up and norm.reads == 1
         assert deferred.scalars() == at_once.scalars() and deferred.loss_scale == at_once.loss_scale
@@ -113,7 +113,7 @@ def test_without_a_loss_scaler_the_next_step_is_the_first_to_ask() -> None:
     guard, norms = OverflowGuard(None, 3), [Unread(math.nan) for _ in range(3)]
     loss = torch.tensor(2.0)
     for norm in norms:
-        guard.note_deferred(norm)
+        guard.record_deferred(norm)
         assert guard.loss_scale == 1.0 and guard.scale_loss(loss) is loss
         assert norm.reads == 0
     assert [norm.reads for norm in norms] == [1, 1, 0] and guard.given_up
@@ -121,7 +121,7 @@ def test_without_a_loss_scaler_the_next_step_is_the_first_to_ask() -> None:
 
 def test_state_that_is_loaded_replaces_a_step_that_nobody_has_asked_about() -> None:
     guard = OverflowGuard(None, 1)
-    guard.note_deferred(Unread(math.nan))
+    guard.record_deferred(Unread(math.nan))
     guard.load_scalars([0.0, 0.0, 0.0, 0.0])
     assert not guard.given_up
 
