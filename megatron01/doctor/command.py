@@ -30,7 +30,8 @@ from megatron01.doctor.diagnosis import (
 from megatron01.doctor.network import NetworkReport, measure_network
 from megatron01.errors import EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
-from megatron01.parallel.rendezvous import RankInfo, check_ranks, format_ranks, open_store, require_shared
+from megatron01.parallel.process_groups import format_ranks
+from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, require_shared
 from megatron01.utils.formatting import painter
 
 _SHARED_TIMEOUT = 30.0

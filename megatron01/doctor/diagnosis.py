@@ -20,7 +20,8 @@ from megatron01.config.commands import DoctorConfig
 from megatron01.doctor.network import NetworkReport
 from megatron01.parallel import LaunchEnvironment
 from megatron01.parallel.launch import gloo_interface, interfaces, own_addresses
-from megatron01.parallel.rendezvous import format_ranks, own_versions
+from megatron01.parallel.process_groups import format_ranks
+from megatron01.parallel.rendezvous import own_versions
 from megatron01.utils.formatting import columns
 
 UNLIMITED = -1

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron01.errors import UserError, require
 
@@ -24,11 +24,37 @@ Launcher = Literal["torchrun", "srun", "mpirun", "single process"]
 DEFAULT_PORT = 29500  # torchrun's
 _DERIVED_PORTS = range(15000, 30000)  # below the range from which Linux takes the ports of outgoing connections
 
-# Variables with the rank, the world size, the local rank and the local world size.
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-_ADVICE = "set it to the host of rank 0"
-_PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
+class _Variables(NamedTuple):
+    """Names of a launcher's environment variables; ``job``: those whose values tell jobs apart."""
+
+    launcher: Launcher
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    job: tuple[str, ...] = ()
+
+
+_TORCHRUN = _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OPEN_MPI = _Variables(
+    "mpirun",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ("PMIX_NAMESPACE",),
+)
+_PMI = _Variables("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("SLURM_JOB_ID",))
+_SRUN = _Variables(
+    "srun",
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "SLURM_STEP_TASKS_PER_NODE",  # of every node
+    # with the restart count: if another program holds the port, the next attempt takes another
+    ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,29 +85,48 @@ class LaunchEnvironment:
             UserError: if variables are missing, not numbers, or contradict each other.
         """
         if "RANK" in environ or "WORLD_SIZE" in environ:
-            kept_by_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-            return _from_ranks(
-                environ,
-                "torchrun",
-                _TORCHRUN,
-                advice=_ADVICE,
-                restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if kept_by_agent else "",
-                ends_together="TORCHELASTIC_RUN_ID" in environ,  # else the variables were set by hand
+            names = _TORCHRUN
+        elif "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
+            names = _OPEN_MPI
+        elif _is_srun_task(environ):
+            names = _SRUN
+        elif "PMI_RANK" in environ or "PMI_SIZE" in environ:
+            names = _PMI
+        else:
+            return cls(
+                rank=0,
+                world_size=1,
+                local_rank=0,
+                local_world_size=1,
+                master_addr="127.0.0.1",
+                master_port=DEFAULT_PORT,
+                launcher="single process",
             )
-        if "OMPI_COMM_WORLD_RANK" in environ or "OMPI_COMM_WORLD_SIZE" in environ:
-            return _from_ranks(environ, "mpirun", _OPEN_MPI, job_variables=("PMIX_NAMESPACE",))
-        if _is_srun_task(environ):
-            return _from_srun(environ)
-        if "PMI_RANK" in environ or "PMI_SIZE" in environ:
-            return _from_ranks(environ, "mpirun", _PMI, job_variables=("SLURM_JOB_ID",))
+        rank = _number(environ, names.rank, names.world_size)
+        world_size = _number(environ, names.world_size, names.rank)
+        local_rank, local_world_size = 0, 1
+        if world_size > 1:  # some launchers leave out the local ones for a single process
+            local_rank = _number(environ, names.local_rank, names.rank)
+            if names is _SRUN:
+                local_world_size = _tasks_on_own_node(environ, world_size)
+            else:
+                local_world_size = _number(environ, names.local_world_size, names.local_rank)
+        address, port = _master(environ, names, one_machine=local_world_size == world_size)
+        slurm_nodes = expand_host_list(environ.get("SLURM_STEP_NODELIST") or "localhost") if names is _SRUN else ()
+        kept_by_agent = names is _TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            local_world_size=1,
-            master_addr="127.0.0.1",
-            master_port=DEFAULT_PORT,
-            launcher="single process",
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            local_world_size=local_world_size,
+            master_addr=address,
+            master_port=port,
+            launcher=names.launcher,
+            master_given="MASTER_ADDR" in environ,
+            restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if kept_by_agent else "",
+            node=environ.get("SLURMD_NODENAME", "") if names is _SRUN else "",
+            nodes=tuple(slurm_nodes),
+            ends_together=names is not _TORCHRUN or "TORCHELASTIC_RUN_ID" in environ,  # else the variables are by hand
         )
 
     @property
@@ -108,37 +153,6 @@ class LaunchEnvironment:
         require(0 < self.master_port < 65536, f"MASTER_PORT is {self.master_port}; expected a port from 1 to 65535")
 
 
-def _from_ranks(
-    environ: Mapping[str, str],
-    launcher: Launcher,
-    names: tuple[str, str, str, str],
-    *,
-    advice: str | None = None,
-    job_variables: tuple[str, ...] = (),
-    **others: Any,
-) -> LaunchEnvironment:
-    """Read the variables ``names``; some launchers leave out the two local ones for a single process.
-
-    ``advice`` and ``job_variables`` are passed to ``_master``, ``others`` to ``LaunchEnvironment``.
-    """
-    rank, world_size = _number(environ, names[0], names[1]), _number(environ, names[1], names[0])
-    local_rank, local_world_size = 0, 1
-    if world_size > 1:
-        local_rank, local_world_size = _number(environ, names[2], names[0]), _number(environ, names[3], names[2])
-    address, port = _master(environ, local_world_size == world_size, advice, job_variables=job_variables)
-    return LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-        master_addr=address,
-        master_port=port,
-        launcher=launcher,
-        master_given="MASTER_ADDR" in environ,
-        **others,
-    )
-
-
 def _is_srun_task(environ: Mapping[str, str]) -> bool:
     """True if srun started this process as a task; False in the shell of sbatch or salloc.
 
@@ -150,34 +164,12 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
     return environ.get("PMI_SIZE", environ["SLURM_STEP_NUM_TASKS"]) == environ["SLURM_STEP_NUM_TASKS"]
 
 
-def _from_srun(environ: Mapping[str, str]) -> LaunchEnvironment:
-    rank = _number(environ, "SLURM_PROCID", "SLURM_STEP_ID")
-    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID")
-    local_rank = _number(environ, "SLURM_LOCALID", "SLURM_PROCID")
-    tasks_per_node = expand_tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)))
-    node = _number(environ, "SLURM_NODEID", "SLURM_PROCID") if len(tasks_per_node) > 1 else 0
+def _tasks_on_own_node(environ: Mapping[str, str], world_size: int) -> int:
+    tasks_per_node = expand_tasks_per_node(environ.get(_SRUN.local_world_size, str(world_size)))
+    node = _number(environ, "SLURM_NODEID", _SRUN.rank) if len(tasks_per_node) > 1 else 0
     if node >= len(tasks_per_node):
         raise UserError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(tasks_per_node)} nodes")
-    address, port = _master(
-        environ,
-        len(tasks_per_node) == 1,
-        _ADVICE,
-        host_list="SLURM_STEP_NODELIST",
-        # with the restart count: if another program holds the port, the next attempt takes another
-        job_variables=("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "SLURM_STEP_ID"),
-    )
-    return LaunchEnvironment(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=tasks_per_node[node],
-        master_addr=address,
-        master_port=port,
-        launcher="srun",
-        master_given="MASTER_ADDR" in environ,
-        node=environ.get("SLURMD_NODENAME", ""),
-        nodes=tuple(expand_host_list(environ.get("SLURM_STEP_NODELIST") or "localhost")),
-    )
+    return tasks_per_node[node]
 
 
 def expand_host_list(hosts: str) -> list[str]:
@@ -214,20 +206,13 @@ def expand_tasks_per_node(counts: str) -> list[int]:
     return expanded
 
 
-def _master(
-    environ: Mapping[str, str],
-    one_machine: bool,
-    advice: str | None,
-    *,
-    host_list: str = "SLURM_JOB_NODELIST",
-    job_variables: tuple[str, ...] = (),
-) -> tuple[str, int]:
+def _master(environ: Mapping[str, str], names: _Variables, *, one_machine: bool) -> tuple[str, int]:
     """Address and port of rank 0: MASTER_ADDR, else the loopback on one machine, else the first host in SLURM's list.
 
-    Without any of them UserError is raised, with ``advice``; if that is None, the address is empty, as ranks may still
-    agree on one over MPI. Without MASTER_PORT the port is derived from ``job_variables``, which differ between jobs.
+    Without any of them UserError is raised; with mpirun the address is empty, as ranks may agree on one over MPI.
+    Without MASTER_PORT the port is derived from the job's variables.
     """
-    job = "/".join(environ[name] for name in job_variables if name in environ)
+    job = "/".join(environ[name] for name in names.job if name in environ)
     port = _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)] if job else DEFAULT_PORT
     if "MASTER_PORT" in environ:
         port = _number(environ, "MASTER_PORT", "MASTER_ADDR")
@@ -235,11 +220,11 @@ def _master(
         return environ["MASTER_ADDR"], port
     if one_machine:
         return "127.0.0.1", port
-    if environ.get(host_list):
-        return expand_host_list(environ[host_list])[0], port
-    if advice is None:
+    if hosts := environ.get("SLURM_STEP_NODELIST" if names is _SRUN else "SLURM_JOB_NODELIST"):
+        return expand_host_list(hosts)[0], port
+    if names.launcher == "mpirun":
         return "", port
-    raise UserError(f"MASTER_ADDR is not set, and this job runs on several machines; {advice}")
+    raise UserError("MASTER_ADDR is not set, and this job runs on several machines; set it to the host of rank 0")
 
 
 def _number(environ: Mapping[str, str], name: str, because_of: str) -> int:

@@ -15,7 +15,14 @@ from types import TracebackType
 import torch
 import torch.distributed as dist
 
-from megatron01.parallel.process_groups import LostReplica, ReplicaGroup, lost_replica, name_lost_ranks, open_gloo_group
+from megatron01.parallel.process_groups import (
+    LostReplica,
+    ReplicaGroup,
+    format_places,
+    lost_replica,
+    name_lost_ranks,
+    open_gloo_group,
+)
 from megatron01.parallel.program import report
 
 SECONDS_BETWEEN_ROUNDS = 1.0
@@ -97,9 +104,8 @@ class PeerWatch:
                 scope="job",
             )
         slowest = [rank for rank in behind if counts[rank] == min(counts)]
-        places = ", ".join(f"rank {rank} on {self._group.hosts[rank]}" for rank in slowest[:8])
-        more = f" and {len(slowest) - 8} more" if len(slowest) > 8 else ""
+        places = format_places(slowest, self._group.hosts)
         return LostReplica(
-            f"lost another replica: others have waited {minutes} for {places}{more}, which answers but does not go on",
+            f"lost another replica: others have waited {minutes} for {places}, which answers but does not go on",
             scope="rank" if self._group.rank == counts.index(max(counts)) else "elsewhere",
         )

@@ -196,7 +196,7 @@ def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = Fal
     if failed:
         message, fault = messages[failed[0]]
         kind = FaultError if fault else UserError
-        raise kind(f"{what} failed on {_ranks(failed)}: {message}", scope="job") from own
+        raise kind(f"{what} failed on {format_ranks(failed)}: {message}", scope="job") from own
     if own is not None:
         raise own
 
@@ -224,11 +224,24 @@ def _gloo_reason(error: RuntimeError) -> str:
     return _NOISE.sub("", _one_line(error))
 
 
-def _ranks(ranks: list[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as text: ``rank 3``, or ``ranks 8-15, 20``, at most eight ranges."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [rank]
+        else:
+            ranges.append([rank])
+    shown = ", ".join("-".join(map(str, bounds)) for bounds in ranges[:8])
+    others = sum(bounds[-1] - bounds[0] + 1 for bounds in ranges[8:])
+    more = f" and {others} more" if others else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
+
+
+def format_places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Ranks and their machines as text, at most eight: ``rank 3 on node1, rank 4 on node2``."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:8]) + more
 
 
 def _one_line(error: Exception) -> str:
@@ -254,7 +267,7 @@ def open_in_time(open_group: Callable[[], Result], timeout: datetime.timedelta, 
     if backend != "gloo":
         return open_group()
     try:
-        return _call_in_time(open_group, timeout.total_seconds() + _GRACE)
+        return call_in_thread(open_group).result(timeout.total_seconds() + _GRACE)
     except TimeoutError:
         raise LostReplica(
             "lost another replica while it joined the job (it does not connect, and does not answer); its own output"
@@ -262,18 +275,22 @@ def open_in_time(open_group: Callable[[], Result], timeout: datetime.timedelta, 
         ) from None
 
 
-def _call_in_time(function: Callable[[], Result], seconds: float) -> Result:
-    """Call a function in a thread that is abandoned, with a TimeoutError, if it hangs."""
+def call_in_thread(function: Callable[[], Result]) -> Future[Result]:
+    """Call a function in a daemon thread, which is abandoned if it hangs."""
     outcome: Future[Result] = Future()
 
     def run() -> None:
+        nonlocal function
         try:
-            outcome.set_result(function())
+            result = function()
         except BaseException as error:
             outcome.set_exception(error)
+        else:
+            del function  # frees what it refers to before the result is seen
+            outcome.set_result(result)
 
     threading.Thread(target=run, daemon=True).start()
-    return outcome.result(seconds)
+    return outcome
 
 
 def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
@@ -346,9 +363,7 @@ def name_lost_ranks(error: LostReplica, group: ReplicaGroup, store: dist.Store) 
     missing = [rank for rank in range(group.world_size) if rank not in present]
     if not missing:
         return error
-    places = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in missing[:8])
-    more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-    message = f"{error} (no answer from {places}{more})"
+    message = f"{error} (no answer from {format_places(missing, group.hosts)})"
     return LostReplica(message, scope="rank" if group.rank == min(present) else "elsewhere")
 
 
@@ -365,6 +380,6 @@ def _present(group: ReplicaGroup, store: dist.Store) -> set[int]:
             time.sleep(0.1)
 
     try:
-        return _call_in_time(ask, LOST_RANK_SECONDS + 1)
+        return call_in_thread(ask).result(LOST_RANK_SECONDS + 1)
     except (RuntimeError, TimeoutError):
         return set()

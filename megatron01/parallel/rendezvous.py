@@ -28,7 +28,7 @@ import megatron01
 from megatron01.errors import FaultError, UserError
 from megatron01.parallel import mpi
 from megatron01.parallel.launch import LaunchEnvironment
-from megatron01.parallel.process_groups import ReplicaGroup, failing_together
+from megatron01.parallel.process_groups import ReplicaGroup, failing_together, format_ranks
 
 _GRACE = datetime.timedelta(seconds=15)
 """Time after the time-out for rank 0 to publish which ranks are missing, and for the others to read it."""
@@ -126,20 +126,6 @@ def each_has_own_gpu(gpus: Sequence[str]) -> bool:
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks as text: ``rank 3``, or ``ranks 8-15, 20``, at most eight ranges."""
-    ranges: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1][-1:] = [rank] if len(ranges[-1]) == 2 else [ranges[-1][-1], rank]
-        else:
-            ranges.append([rank])
-    shown = ", ".join("-".join(map(str, range_)) for range_ in ranges[:8])
-    others = sum(range_[-1] - range_[0] + 1 for range_ in ranges[8:])
-    more = f" and {others} more" if others else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
-
-
 def _missing(infos: Mapping[int, RankInfo], environment: LaunchEnvironment, timeout: datetime.timedelta) -> str | None:
     missing = [rank for rank in range(environment.world_size) if rank not in infos]
     if not missing:
@@ -194,13 +180,11 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
         FaultError: if rank 0 does not answer there in time.
     """
     try:
-        if communicator is not None and not environment.master_given:
-            return _agreed_through_mpi(environment, communicator, timeout)
         if environment.restart:  # torchrun's agent serves the store
             store = next(dist.rendezvous("env://", environment.rank, environment.world_size, timeout=timeout))[0]
             # it still holds keys written before the restart, such as the addresses of the former processes
             return dist.PrefixStore(f"restart_{environment.restart}", store)
-        return _at_master(environment, timeout)
+        return _tcp_store(environment, communicator, timeout)
     except UserError:
         raise
     except RuntimeError as error:  # time-outs and refused connections alike
@@ -219,51 +203,36 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
         ) from error
 
 
-def _at_master(environment: LaunchEnvironment, timeout: datetime.timedelta) -> dist.Store:
-    if not environment.master_addr:
+def _tcp_store(environment: LaunchEnvironment, communicator: Any, timeout: datetime.timedelta) -> dist.TCPStore:
+    """Store at MASTER_ADDR; over MPI without one, on a free port that rank 0 opens and broadcasts."""
+    host, port, is_first = environment.master_addr, environment.master_port, environment.rank == 0
+    over_mpi = communicator is not None and not environment.master_given
+    if over_mpi:
+        one_machine = environment.local_world_size == environment.world_size
+        host, port = "127.0.0.1" if one_machine else socket.gethostname(), 0
+        if not is_first:
+            host, port = mpi.agree_on_endpoint(communicator, host, port)
+    if not host:
         raise UserError(
             "MASTER_ADDR is not set, and this job runs on several machines; start with mpirun -x MASTER_ADDR=<host of"
             " rank 0> (Open MPI) or -genv MASTER_ADDR <host> (MPICH), or give --comm-backend mpi",
             scope="job",
         )
-    _require_known_host(environment.master_addr, environment.master_port)
-    return _tcp_store(environment, environment.master_addr, environment.master_port, timeout)
-
-
-def _agreed_through_mpi(environment: LaunchEnvironment, communicator: Any, timeout: datetime.timedelta) -> dist.Store:
-    """A store that rank 0 opens on a free port, whose number it broadcasts over MPI."""
-    one_machine = environment.local_world_size == environment.world_size
-    host, port, store = "127.0.0.1" if one_machine else socket.gethostname(), 0, None
-    if environment.rank == 0:
-        store = _tcp_store(environment, host, 0, timeout)
-        port = store.port
-    host, port = mpi.agree_on_endpoint(communicator, host, port)
-    if store is None:
-        _require_known_host(host, port)
-        store = _tcp_store(environment, host, port, timeout)
-    return store
-
-
-def _tcp_store(environment: LaunchEnvironment, host: str, port: int, timeout: datetime.timedelta) -> dist.TCPStore:
-    return dist.TCPStore(
-        host,
-        port,
-        environment.world_size,
-        is_master=environment.rank == 0,
-        wait_for_workers=False,
-        timeout=timeout,
+    if port > 0:
+        try:
+            socket.getaddrinfo(host, port)
+        except OSError as error:  # fails at once; the store would retry until the time-out
+            raise UserError(
+                f"MASTER_ADDR is {host!r}, a host that {socket.gethostname()} cannot find ({error.strerror}); give the"
+                " name or address of rank 0's machine",
+                scope="node",
+            ) from None
+    store = dist.TCPStore(
+        host, port, environment.world_size, is_master=is_first, wait_for_workers=False, timeout=timeout
     )
-
-
-def _require_known_host(host: str, port: int) -> None:
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:  # fails at once; the store would retry until the time-out
-        raise UserError(
-            f"MASTER_ADDR is {host!r}, a host that {socket.gethostname()} cannot find ({error.strerror}); give the name"
-            " or address of rank 0's machine",
-            scope="node",
-        ) from None
+    if over_mpi and is_first:
+        mpi.agree_on_endpoint(communicator, host, store.port)
+    return store
 
 
 FILE_SYSTEM_DELAY_SECONDS = 60.0

@@ -66,14 +66,13 @@ def _joined(
     if _wants_gpus(config):
         require_working_driver()
     communicator = mpi.connect(environment) if config.comm_backend == "mpi" else None
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if environment.world_size == 1:
         device = _device(environment, config, _backend(config, all_have_gpus=torch.cuda.is_available()))
         yield _replica_group(environment, device, communicator, None)
     elif dist.is_initialized():
-        timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         yield _replica_group(environment, _device(environment, config, dist.get_backend()), communicator, timeout)
     else:
-        timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
         store = store or open_store(environment, communicator, timeout)
         device = _open_default_group(environment, config, store, fingerprints, has_mpi=communicator is not None)
         try:

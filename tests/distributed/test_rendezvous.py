@@ -13,7 +13,8 @@ import pytest
 from megatron01.config import DistributedConfig
 from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, rendezvous, startup
-from megatron01.parallel.rendezvous import format_ranks, own_versions
+from megatron01.parallel.process_groups import format_ranks
+from megatron01.parallel.rendezvous import own_versions
 from tests.distributed.harness import run_ranks
 
 

@@ -86,7 +86,7 @@ def _failing(rank: int, world_size: int) -> list[str]:
 
 def test_an_error_of_one_replica_is_an_error_of_all() -> None:
     answers = run_ranks(_failing, 3)
-    shared = "UserError: loading the data failed on ranks 1, 2: no file on rank 1 [job]"
+    shared = "UserError: loading the data failed on ranks 1-2: no file on rank 1 [job]"
     assert [answer[:2] for answer in answers] == [["went on", shared]] * 3
     told = "UserError: loading the data failed on rank 1: KeyError: 'no file on rank 1' [job]"
     assert [answer[2] for answer in answers] == [told, "KeyError: 'no file on rank 1' []", told]
