@@ -96,10 +96,8 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     Raises:
         UserError: on every rank, if there should be a checkpoint but none is intact.
     """
-    notes: list[str] = []
     with failing_together(group, "starting"):
-        start, note = starting_point(config)
-        notes += note
+        start, notes = starting_point(config)
     if start is None:
         return None, notes
     folder, newest = start
@@ -146,7 +144,7 @@ def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, l
     folder = config.save if config.load == "auto" else config.load
     start, notes = (None, []) if folder is None else _newest_in(folder, config)
     if config.save is not None and config.load != "auto":
-        saved = _newest_saved(Path(config.save))
+        saved, _ = _newest_saved(Path(config.save))
         if saved is not None and (start is None or start[0].resolve() != Path(config.save).resolve()):
             raise UserError(
                 f"save folder {config.save} already holds checkpoints up to iteration {saved}; "
@@ -157,33 +155,30 @@ def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, l
 
 def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
     path = Path(folder)
-    saved = iterations(path)
-    if config.load == "auto" and not saved and read_tracker(path) is None:
-        return None, []
-    if not saved or iteration_path(config.load or "") is not None:
+    if iteration_path(config.load or "") is not None:
         return locate(folder), []
-    try:
-        newest, problem = read_tracker(path), f"{path / TRACKER_NAME} is missing"
-    except UserError as error:
-        newest, problem = None, str(error)
-    if newest is not None:
+    newest, problem = _newest_saved(path)
+    if newest is None:
+        return None if config.load == "auto" else locate(folder), []
+    if problem is None:
         return (path, newest), []
     if config.on_damaged_checkpoint == "stop":
         raise UserError(
             f"{problem}; write the iteration of a checkpoint into it, or give --on-damaged-checkpoint older"
         )
-    return (path, saved[0]), [f"{problem}; taking the newest checkpoint found, {saved[0]}"]
+    return (path, newest), [f"{problem}; taking the newest checkpoint found, {newest}"]
 
 
-def _newest_saved(folder: Path) -> int | None:
-    """The iteration in the tracker file, or where that is lost, that of the newest checkpoint."""
-    found = max(iterations(folder), default=None)
+def _newest_saved(folder: Path) -> tuple[int | None, str | None]:
+    """The iteration in the tracker file, or where that is lost, that of the newest checkpoint, and why it is lost."""
+    saved = iterations(folder)
     try:
-        return found if (tracked := read_tracker(folder)) is None else tracked
-    except UserError:
-        if found is None:
+        newest, problem = read_tracker(folder), f"{folder / TRACKER_NAME} is missing"
+    except UserError as error:
+        if not saved:
             raise
-        return found
+        newest, problem = None, str(error)
+    return (saved[0], problem) if newest is None and saved else (newest, None)
 
 
 def _check(checkpoint: Path, group: ReplicaGroup) -> None:

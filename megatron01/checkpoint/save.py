@@ -9,11 +9,10 @@ import logging
 import os
 import shutil
 import sys
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,7 +38,7 @@ from megatron01.checkpoint.storage import StoredFile, file_of_rank, write_tensor
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
-from megatron01.parallel.process_groups import Progress, open_long_timeout_group, timeout_of
+from megatron01.parallel.process_groups import Progress, call_in_thread, open_long_timeout_group, timeout_of
 from megatron01.parallel.program import EXIT_INTERRUPTED
 from megatron01.utils.files import write_atomically, writing
 
@@ -50,33 +49,25 @@ class CheckpointNotSaved(UserError):
     """A checkpoint could not be written; earlier ones are unchanged, and training can continue."""
 
 
-@dataclass(frozen=True)
-class Retention:
-    """Keeps the newest ``last`` checkpoints (all, if None), and those whose iteration is a multiple of ``every``."""
+def outdated(saved: Iterable[int], newest: int, keep_last: int | None, keep_every: int | None = None) -> list[int]:
+    """Those of the ``saved`` iterations to delete after ``newest`` was written.
 
-    last: int | None = None
-    every: int | None = None
-
-    def outdated(self, saved: list[int], newest: int) -> list[int]:
-        """Those of the ``saved`` iterations to delete after ``newest`` was written.
-
-        Later ones than that belong to a part of the run that is being repeated, and are kept.
-        """
-        if self.last is None:
-            return []
-        before = sorted((iteration for iteration in saved if iteration < newest), reverse=True)
-        return [i for i in before[self.last - 1 :] if self.every is None or i % self.every != 0]
-
-    def apply(self, folder: Path, newest: int) -> None:
-        """Delete the outdated checkpoints in ``folder``; what cannot be deleted is logged and kept."""
-        for iteration in self.outdated(iterations(folder), newest):
-            try:
-                remove(folder, iteration)
-            except OSError as error:
-                logger.warning("checkpoint %d in %s cannot be deleted: %s", iteration, folder, error.strerror)
+    The newest ``keep_last`` (all, if None) are kept, and the multiples of ``keep_every``. Later ones than ``newest``
+    belong to a part of the run that is being repeated, and are kept.
+    """
+    if keep_last is None:
+        return []
+    before = sorted((iteration for iteration in saved if iteration < newest), reverse=True)
+    return [i for i in before[keep_last - 1 :] if keep_every is None or i % keep_every != 0]
 
 
-KEEP_ALL = Retention()
+def delete_outdated(folder: Path, newest: int, keep_last: int | None, keep_every: int | None = None) -> None:
+    """Delete the ``outdated`` checkpoints in ``folder``; what cannot be deleted is logged and kept."""
+    for iteration in outdated(iterations(folder), newest, keep_last, keep_every):
+        try:
+            remove(folder, iteration)
+        except OSError as error:
+            logger.warning("checkpoint %d in %s cannot be deleted: %s", iteration, folder, error.strerror)
 
 
 def tensors_of_rank(
@@ -111,7 +102,6 @@ def save_checkpoint(
     replica_values: Mapping[str, Any],
     config_yaml: str,
     group: ReplicaGroup,
-    retention: Retention = KEEP_ALL,
     require_owner: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Write ``{folder}/iter_{iteration:07d}`` and name it in the tracker file as the newest checkpoint. Collective.
@@ -124,7 +114,6 @@ def save_checkpoint(
         metadata: of the run; ``metadata.iteration`` names the checkpoint.
         tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
         replica_values: this rank's own values, as JSON values.
-        retention: which earlier checkpoints to keep once this one is in place.
         require_owner: raises UserError if another job writes to the folder now; called before it is changed.
 
     Returns:
@@ -166,8 +155,6 @@ def save_checkpoint(
         if isinstance(error, UserError) and not isinstance(error, LostReplica):
             raise CheckpointNotSaved(str(error), scope=error.scope) from error
         raise
-    if group.is_first:
-        retention.apply(final.parent, metadata.iteration)
     return final
 
 
@@ -241,14 +228,14 @@ class CheckpointWriter:
     ) -> None:
         self.saved_iteration: int | None = None
         self._folder = None if config.save is None else Path(config.save)
-        self._retention = Retention(config.keep_last, config.keep_every)
-        self._in_background = config.async_save
+        self._config = config
         self._config_yaml = config_yaml
         self._group = group
         self._say = say
         self._require_owner = require_owner
         self._host_copies: dict[str, Tensor] = {}
-        self._writing: _Writing | None = None
+        self._saving: Future[Path] | None = None
+        self._saving_iteration = 0
         self._writing_group = group
         if self._folder is not None and group.world_size > 1:
             assert group.control_group is not None
@@ -260,7 +247,7 @@ class CheckpointWriter:
     @property
     def is_busy(self) -> bool:
         """True if this rank is writing."""
-        return self._writing is not None and self._writing.is_alive()
+        return self._saving is not None and not self._saving.done()
 
     def save(self, iteration: int, state: Callable[[], RunState], *, training_continues: bool = False) -> None:
         """Write a checkpoint of the current state, unless this iteration is saved already. Collective.
@@ -283,7 +270,7 @@ class CheckpointWriter:
         if self.saved_iteration == iteration:
             return
         self._begin(self._folder, state())
-        if training_continues and self._in_background:
+        if training_continues and self._config.async_save:
             return
         self._wait_for_all()
         if training_continues:
@@ -297,15 +284,14 @@ class CheckpointWriter:
         Raises:
             LostReplica: if the save ended with it.
         """
-        if self._writing is None or self.is_busy:
+        if self._saving is None or self.is_busy:
             return
-        iteration = self._writing.iteration
         try:
             self._take_result()
         except CheckpointNotSaved as error:
             self._say(
-                f"WARNING: no checkpoint of iteration {iteration}: {error}; training continues; a crash would lose the "
-                "steps since the last checkpoint"
+                f"WARNING: no checkpoint of iteration {self._saving_iteration}: {error}; training continues; a crash"
+                " would lose the steps since the last checkpoint"
             )
 
     def wait(self) -> None:
@@ -319,23 +305,30 @@ class CheckpointWriter:
 
     def _begin(self, folder: Path, state: RunState) -> None:
         tensors = tensors_of_rank(state.replicated, state.replica, self._group, state.metadata)
-        if self._in_background:
+        if self._config.async_save:
             tensors = self._copy_to_host(tensors)
-        if self._group.device.type == "cuda":
-            torch.cuda.synchronize(self._group.device)
-        write = partial(
-            save_checkpoint,
-            folder,
-            state.metadata,
-            tensors=tensors,
-            replica_values=copy.deepcopy(dict(state.replica_values)),
-            config_yaml=self._config_yaml,
-            group=self._writing_group,
-            retention=self._retention,
-            require_owner=self._require_owner,
-        )
-        self._writing = _Writing(write, state.metadata.iteration, self._group.device)
-        self._writing.start()
+        device = self._group.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        replica_values = copy.deepcopy(dict(state.replica_values))
+
+        def write() -> Path:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # the current device is a thread's own
+            final = save_checkpoint(
+                folder,
+                state.metadata,
+                tensors=tensors,
+                replica_values=replica_values,
+                config_yaml=self._config_yaml,
+                group=self._writing_group,
+                require_owner=self._require_owner,
+            )
+            if self._group.is_first:
+                delete_outdated(folder, state.metadata.iteration, self._config.keep_last, self._config.keep_every)
+            return final
+
+        self._saving, self._saving_iteration = call_in_thread(write), state.metadata.iteration
 
     def _copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies in host buffers, which later saves reuse. Copies from a GPU are not complete yet."""
@@ -351,16 +344,16 @@ class CheckpointWriter:
         """Wait until no rank is writing. Collective, also for ranks that have reported their own save already."""
         is_any_writing = self._folder is not None
         while is_any_writing:
-            if self._writing is not None:
-                self._writing.join(SECONDS_BETWEEN_CHECKS)
+            if self._saving is not None:
+                wait([self._saving], SECONDS_BETWEEN_CHECKS)
             is_any_writing = self._group.any(self.is_busy)
 
     def _take_result(self) -> None:
         """Report the finished save, or raise its error."""
-        assert self._writing is not None and not self.is_busy
-        writing, self._writing = self._writing, None
-        folder = writing.result()
-        self.saved_iteration = writing.iteration
+        assert self._saving is not None
+        saving, self._saving = self._saving, None
+        folder = saving.result()
+        self.saved_iteration = self._saving_iteration
         self._say(f"saved {folder}")
 
     def __enter__(self) -> Self:
@@ -376,42 +369,15 @@ class CheckpointWriter:
         if all_exit and isinstance(error, Exception):
             with suppress(UserError):  # the original error says more
                 self.wait()
-        if self._writing is not None:
-            self._writing.join(SECONDS_TO_EXIT)
+        if self._saving is not None:
+            wait([self._saving], SECONDS_TO_EXIT)
             status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_status", 1)
-            atexit.register(_end_without, self._writing, status)
+            atexit.register(_end_without, self._saving, status)
 
 
-class _Writing(threading.Thread):
-    """Daemon thread of one save."""
-
-    def __init__(self, write: Callable[[], Path], iteration: int, device: torch.device) -> None:
-        super().__init__(name=f"checkpoint {iteration}", daemon=True)
-        self.iteration = iteration
-        self._write = write
-        self._device = device
-        self._result: Path | BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # the current device is a thread's own
-            self._result = self._write()
-        except BaseException as error:
-            self._result = error
-        del self._write  # frees the tensors that it refers to
-
-    def result(self) -> Path:
-        """The checkpoint's folder; raises the thread's error."""
-        if isinstance(self._result, BaseException):
-            raise self._result
-        assert self._result is not None
-        return self._result
-
-
-def _end_without(writing: _Writing, status: int) -> None:
-    """End the process if the thread is still at work: the interpreter's shutdown would abort over it."""
-    if writing.is_alive():
+def _end_without(saving: Future[Path], status: int) -> None:
+    """End the process if the save is still at work: the interpreter's shutdown would abort over its thread."""
+    if not saving.done():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron01.checkpoint.manifest import CheckpointMetadata
-from megatron01.checkpoint.save import Retention, save_checkpoint, tensors_of_rank
+from megatron01.checkpoint.save import save_checkpoint, tensors_of_rank
 from megatron01.config import DistributedConfig
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
 
@@ -54,7 +54,6 @@ def save(folder: Path, iteration: int, group: ReplicaGroup, **changes: object) -
         replica_values={},
         config_yaml="optimizer:\n  lr: 0.1\n",
         group=group,
-        retention=Retention(),
     )
 
 

@@ -20,7 +20,7 @@ from megatron01.checkpoint.manifest import (
     read_metadata,
     read_tracker,
 )
-from megatron01.checkpoint.save import Retention
+from megatron01.checkpoint.save import delete_outdated
 from megatron01.config import CheckpointConfig
 from tests.unit.checkpoint.saved import one_replica, save
 
@@ -65,7 +65,7 @@ def test_a_link_to_a_folder_of_checkpoints(elsewhere, tmp_path, group):
     assert choose_start(config, group) == ((link, 20), [])
     save(link, 30, group)
     assert link.is_symlink() and iterations(elsewhere) == [30, 20, 10] and read_tracker(elsewhere) == 30
-    Retention(last=1).apply(link, 30)
+    delete_outdated(link, 30, 1)
     assert link.is_symlink() and iterations(elsewhere) == [30]
 
 
@@ -102,7 +102,7 @@ def test_retention_deletes_a_link_and_not_what_it_leads_to(elsewhere, folder, gr
     for iteration in (10, 20):
         iteration_folder(folder, iteration).symlink_to(iteration_folder(elsewhere, iteration))
     save(folder, 30, group)
-    Retention(last=2).apply(folder, 30)
+    delete_outdated(folder, 30, 2)
     assert sorted(os.listdir(folder)) == ["iter_0000020", "iter_0000030", TRACKER_NAME]
     assert contents(elsewhere) == before
 
@@ -112,7 +112,7 @@ def test_retention_does_not_follow_links_inside_a_checkpoint(elsewhere, folder, 
     save(folder, 10, group)
     (iteration_folder(folder, 10) / "more").symlink_to(elsewhere, target_is_directory=True)
     save(folder, 20, group)
-    Retention(last=1).apply(folder, 20)
+    delete_outdated(folder, 20, 1)
     assert iterations(folder) == [20] and contents(elsewhere) == before
 
 

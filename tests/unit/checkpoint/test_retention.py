@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron01.checkpoint import save
 from megatron01.checkpoint.manifest import iteration_folder, iterations, left_overs, remove
-from megatron01.checkpoint.save import Retention
 
 
 @pytest.mark.parametrize(
@@ -23,17 +23,17 @@ from megatron01.checkpoint.save import Retention
     ],
 )
 def test_the_newest_and_the_multiples_stay(last, every, outdated):
-    assert Retention(last, every).outdated([10, 20, 30, 40, 50], newest=50) == outdated
+    assert save.outdated([10, 20, 30, 40, 50], 50, last, every) == outdated
 
 
 def test_what_is_later_than_the_newest_is_left_alone():
-    assert Retention(1).outdated([10, 20, 30], newest=20) == [10]
+    assert save.outdated([10, 20, 30], 20, 1) == [10]
 
 
 @given(saved=st.sets(st.integers(1, 1000), min_size=1), last=st.integers(1, 5), every=st.none() | st.integers(1, 50))
 def test_the_newest_is_never_outdated_and_the_right_number_stays(saved, last, every):
     newest = max(saved)
-    outdated = Retention(last, every).outdated(sorted(saved), newest)
+    outdated = save.outdated(saved, newest, last, every)
     kept = saved - set(outdated)
     assert newest in kept and len(kept) >= min(last, len(saved))
     if every is None:
@@ -44,7 +44,7 @@ def test_the_newest_is_never_outdated_and_the_right_number_stays(saved, last, ev
 def test_applied_to_a_folder(tmp_path, caplog, monkeypatch):
     for iteration in (10, 20, 30):
         iteration_folder(tmp_path, iteration).mkdir()
-    Retention(2).apply(tmp_path, 30)
+    save.delete_outdated(tmp_path, 30, 2)
     assert iterations(tmp_path) == [30, 20]
     (tmp_path / "iter_0000020.removed").write_text("in the way")
 
@@ -53,9 +53,9 @@ def test_applied_to_a_folder(tmp_path, caplog, monkeypatch):
 
     with caplog.at_level(logging.WARNING), monkeypatch.context() as patched:
         patched.setattr(os, "rename", refused)
-        Retention(1).apply(tmp_path, 30)
+        save.delete_outdated(tmp_path, 30, 1)
     assert iterations(tmp_path) == [30, 20] and "checkpoint 20 in" in caplog.text
-    Retention(1).apply(tmp_path, 30)
+    save.delete_outdated(tmp_path, 30, 1)
     assert iterations(tmp_path) == [30]
 
 
