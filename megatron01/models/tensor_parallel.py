@@ -8,8 +8,8 @@
                           become reduce-scatters, followed by all-gathers
 
 torch's own ``ParallelStyle`` would turn parameters into DTensors. The optimizers need plain tensors, to lay out weights
-and gradients in flat buffers as DistributedDataParallel's buckets do; so the styles here keep plain tensors of the size
-of a shard, and call the collectives of ``parallel.tensor_parallel`` themselves.
+and gradients in flat buffers as DistributedDataParallel's buckets do; so shards here are plain tensors, and forward
+passes call the collectives of ``parallel.tensor_parallel`` themselves.
 
 Legend: b sequences, s positions, h hidden size, T tensor-parallel ranks, n tokens, v ids of the tokenizer, c columns of
 the logits on this rank, r of them real ids (the rest is padding).
@@ -17,10 +17,10 @@ the logits on this rank, r of them real ids (the rest is padding).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,10 +50,10 @@ from megatron01.parallel.tensor_parallel import (
 def vocabulary_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
+    gradient_weights: Tensor | None,
     *,
     vocab_size: int,
     group: TensorParallelGroup,
-    gradient_weights: Tensor | None = None,
 ) -> Tensor:
     """-log softmax(logits)[label] of each token over a vocabulary partitioned across ranks; no autograd graph.
 
@@ -65,8 +65,8 @@ def vocabulary_parallel_cross_entropy(
             all ranks, are padding. With ``gradient_weights`` they are replaced by the gradient of
             sum(losses x weights), which is 0 for padding.
         labels: (n,) int64 in [0, vocab_size), the same on all ranks.
+        gradient_weights: (n,) fp32, the same on all ranks; or None.
         vocab_size: v, the tokenizer's size.
-        gradient_weights: (n,) fp32, the same on all ranks.
 
     Returns:
         (n,) fp32, the same bits on all ranks.
@@ -111,10 +111,6 @@ def _own_ids(ids: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return own.masked_fill(outside, 0), outside
 
 
-Plan = dict[str, "Style"]
-Transition = Callable[[Tensor, TensorParallelGroup], Tensor]
-
-
 def partitions_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Partition]:
     """Partitions of the parameters of these names; every rank holds the whole of those that are missing here."""
     head_size = config.hidden_size // config.num_attention_heads
@@ -130,223 +126,193 @@ def partitions_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Parti
     return {name: partition for name in names for pattern, partition in patterns.items() if fnmatchcase(name, pattern)}
 
 
-def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel: bool) -> Plan:
+Change = Callable[[Any], object]
+"""Changes the forward pass of a module."""
+Conversion = Callable[[Tensor], Tensor]
+
+
+def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel: bool) -> dict[str, Change]:
     """What changes in the forward pass of modules, by their names in the model.
 
     Raises:
         UserError: for a model without a plan.
     """
-    if isinstance(model, GPT2):
-        plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=False)
-        leave = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_parallel_region
-        return plan | {"token_loss": VocabularyParallelLoss(group, leave), "": WithoutLogits(group)}
-    if isinstance(model, Bert):
-        post = model.config.norm_placement == "post"
-        plan = _shared_plan(model.config, group, sequence_parallel, norm_after_embedding=post)
-        if sequence_parallel:
-            # the heads read some positions only, so they work on whole sequences, replicated on all ranks
-            plan["transformer"] = OnExit(group, gather_replicated_from_sequence_parallel_region)
-        whole = WithPadding(group) if sequence_parallel else WithoutLogits(group)
-        return plan | {"token_loss": VocabularyParallelLoss(group, copy_to_tensor_parallel_region), "": whole}
-    raise UserError(
-        f"tensor_model_parallel_size is {group.size}, but {type(model).__name__} has no plan for it; expected a model"
-        " of megatron01, or --tensor-model-parallel-size 1"
-    )
-
-
-def _shared_plan(
-    config: ModelConfig, group: TensorParallelGroup, sequence_parallel: bool, *, norm_after_embedding: bool
-) -> Plan:
-    """Embedding and transformer layers."""
-    enter = gather_from_sequence_parallel_region if sequence_parallel else copy_to_tensor_parallel_region
-    leave = reduce_scatter_to_sequence_parallel_region if sequence_parallel else reduce_from_tensor_parallel_region
-    layer: Plan = {
-        "attention.query_key_value": OnEntry(group, enter),
-        "attention.dense": RowParallel(group, leave),
-        "mlp.dense_h_to_4h": OnEntry(group, enter),
-        "mlp.dense_4h_to_h": RowParallel(group, leave),
-    }
-    plan: Plan = {"embedding.word_embeddings": VocabularyEmbedding(group)}
-    if config.attention_dropout > 0:
-        layer["attention"] = OwnRandomNumbers(group)  # of this rank's heads
+    if not isinstance(model, GPT2 | Bert):
+        raise UserError(
+            f"tensor_model_parallel_size is {group.size}, but {type(model).__name__} has no plan for it; expected a"
+            " model of megatron01, or --tensor-model-parallel-size 1"
+        )
+    config = model.config
+    copy = partial(copy_to_tensor_parallel_region, group)
     if sequence_parallel:
-        layer |= {"attention_norm": SlicedNorm(group), "mlp_norm": SlicedNorm(group)}
+        enter = partial(gather_from_sequence_parallel_region, group)
+        leave = partial(reduce_scatter_to_sequence_parallel_region, group)
+    else:
+        enter, leave = copy, partial(reduce_from_tensor_parallel_region, group)
+    # with sequence parallelism every rank adds the bias to other positions: its gradient is summed over the ranks
+    row_parallel = as_class(_RowParallelLinear, leave=leave, bias_of=copy if sequence_parallel else _identity)
+    layer: dict[str, Change] = {
+        "attention.query_key_value": on_entry(enter),
+        "attention.dense": row_parallel,
+        "mlp.dense_h_to_4h": on_entry(enter),
+        "mlp.dense_4h_to_h": row_parallel,
+    }
+    plan: dict[str, Change] = {
+        "embedding.word_embeddings": vocabulary_embedding(group),
+        # the heads of BERT work on whole sequences
+        "token_loss": vocabulary_parallel_loss(group, enter if isinstance(model, GPT2) else copy),
+        "": without_logits(group),
+    }
+    if config.attention_dropout > 0:
+        layer["attention"] = own_random_numbers(group)  # of this rank's heads
+    if sequence_parallel:
+        scatter = partial(scatter_to_sequence_parallel_region, group)
+        sliced_norm = as_class(_SlicedLayerNorm, enter=_identity, parameter=copy)
+        layer |= {"attention_norm": sliced_norm, "mlp_norm": sliced_norm}
         own_dropout = config.hidden_dropout > 0
         if own_dropout:
-            layer["dropout"] = OwnRandomNumbers(group)
+            layer["dropout"] = own_random_numbers(group)
         # the embedding is added up whole; its slices begin at the norm, or where there is none, at the dropout
-        if norm_after_embedding:
-            plan["embedding.norm"] = SlicedNorm(group, scatter_to_sequence_parallel_region)
+        if isinstance(model, Bert) and model.config.norm_placement == "post":
+            plan["embedding.norm"] = as_class(_SlicedLayerNorm, enter=scatter, parameter=copy)
             if own_dropout:
-                plan["embedding.dropout"] = OwnRandomNumbers(group)
+                plan["embedding.dropout"] = own_random_numbers(group)
         else:
-            plan["embedding.dropout"] = (OwnRandomNumbers if own_dropout else OnEntry)(
-                group, scatter_to_sequence_parallel_region
-            )
-            plan["transformer.final_norm"] = SlicedNorm(group)
+            plan["embedding.dropout"] = own_random_numbers(group, scatter) if own_dropout else on_entry(scatter)
+            plan["transformer.final_norm"] = sliced_norm
+        if isinstance(model, Bert):
+            # the heads read some positions only, so they work on whole sequences, replicated on all ranks
+            plan["transformer"] = on_exit(partial(gather_replicated_from_sequence_parallel_region, group))
+            plan[""] = without_logits(group, with_padding=True)  # slices are of sequences of one length
     layers = [f"transformer.layers.{number}" for number in range(config.num_layers)]
-    return plan | {f"{prefix}.{name}": style for prefix in layers for name, style in layer.items()}
+    return plan | {f"{prefix}.{name}": change for prefix in layers for name, change in layer.items()}
 
 
-class Style(ABC):
-    """Changes the forward pass of a module.
-
-    Args:
-        group: the processes of this replica.
-        transition: collective that is applied to values, at the point that the style defines.
-    """
-
-    def __init__(self, group: TensorParallelGroup, transition: Transition | None = None) -> None:
-        self.group = group
-        self._transition = transition
-
-    @abstractmethod
-    def adapt(self, module: Any) -> None:
-        """Change the module's forward pass."""
-
-    def transition(self, values: Tensor) -> Tensor:
-        """``values`` after the transition, if there is one."""
-        return values if self._transition is None else self._transition(values, self.group)
+# The changes. Those inside of layers are hooks and classes that refer to no module: for closures over their module, a
+# compiler would generate code for each layer.
 
 
-class OnEntry(Style):
-    """Applies the transition to the module's first argument."""
+def on_entry(convert: Conversion) -> Change:
+    """Converts the module's first argument."""
 
-    def adapt(self, module: Any) -> None:
-        module.register_forward_pre_hook(self.enter)
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return convert(inputs[0]), *inputs[1:]
 
-    def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Forward pre-hook: the module's arguments, after the transition of the first."""
-        return self.transition(inputs[0]), *inputs[1:]
+    return lambda module: module.register_forward_pre_hook(enter)
 
 
-class OnExit(Style):
-    """Applies the transition to the module's output."""
-
-    def adapt(self, module: Any) -> None:
-        module.register_forward_hook(lambda _, inputs, output: self.transition(output))
+def on_exit(convert: Conversion) -> Change:
+    """Converts the module's output."""
+    return lambda module: module.register_forward_hook(lambda _, inputs, output: convert(output))
 
 
-class RowParallel(Style):
-    """A row-parallel linear layer: each rank takes some inputs, the transition sums the outputs; then the bias."""
+def as_class(kind: type[nn.Module], **conversions: Conversion) -> Change:
+    """Makes the module one of another class, with ``conversions`` as its attributes."""
 
-    def adapt(self, module: Any) -> None:
-        module.style, module.__class__ = self, _RowParallelLinear
+    def change(module: Any) -> None:
+        module.__class__ = kind
+        for name, convert in conversions.items():
+            setattr(module, name, convert)
 
-    def sum(self, values: Tensor, bias: Tensor) -> Tensor:  # (b, s, outputs) -> (b, s or s / T, outputs)
-        """The sum over the ranks, or this rank's slice of it, and the bias."""
-        if self._transition is reduce_scatter_to_sequence_parallel_region:
-            # every rank adds the bias to other positions, so that its gradient is summed over the ranks
-            bias = copy_to_tensor_parallel_region(bias, self.group)
-        return self.transition(values) + bias
+    return change
 
 
-# Classes, not closures over their module, for which a compiler would generate code for each layer.
+def _identity(values: Tensor) -> Tensor:
+    return values
 
 
 class _RowParallelLinear(nn.Linear):
-    style: RowParallel
+    """A row-parallel linear layer: each rank takes some inputs, ``leave`` sums the outputs; then the bias."""
+
+    leave: Conversion
+    bias_of: Conversion
 
     def forward(self, values: Tensor) -> Tensor:  # (b, s, inputs of this rank) -> (b, s or s / T, outputs)
-        return self.style.sum(F.linear(values, self.weight), self.bias)
-
-
-class VocabularyEmbedding(Style):
-    """Vocabulary-parallel word embeddings: the all-reduce of vectors that are zero for other ranks' ids."""
-
-    def adapt(self, module: Any) -> None:
-        def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
-            num_rows = len(module.weight)
-            own, outside = _own_ids(tokens, self.group.rank * num_rows, num_rows)
-            vectors = F.embedding(own, module.weight)
-            return reduce_from_tensor_parallel_region(vectors.masked_fill(outside[..., None], 0.0), self.group)
-
-        module.forward = forward
-
-
-class VocabularyParallelLoss(OnEntry):
-    """Cross entropy of this rank's columns of the logits, after a transition of the hidden states."""
-
-    def adapt(self, module: Any) -> None:
-        def token_losses(logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
-            return vocabulary_parallel_cross_entropy(
-                logits,
-                labels,
-                vocab_size=module.vocab_size,
-                group=self.group,
-                gradient_weights=gradient_weights,
-            )
-
-        super().adapt(module)
-        module.token_losses = token_losses
-
-
-class SlicedNorm(Style):
-    """Sequence-parallel layer norm, of a slice of each sequence, which the transition takes if there is one.
-
-    The gradients of its parameters are summed over the ranks.
-    """
-
-    def adapt(self, module: Any) -> None:
-        module.style, module.__class__ = self, _SlicedLayerNorm
+        return self.leave(F.linear(values, self.weight)) + self.bias_of(self.bias)
 
 
 class _SlicedLayerNorm(nn.LayerNorm):
-    style: SlicedNorm
+    """Layer norm of a slice of each sequence, which ``enter`` may take.
+
+    ``parameter`` sums the gradients of weight and bias over the ranks.
+    """
+
+    enter: Conversion
+    parameter: Conversion
 
     def forward(self, values: Tensor) -> Tensor:  # (b, s or s / T, h) -> (b, s / T, h)
-        weight, bias = (copy_to_tensor_parallel_region(p, self.style.group) for p in (self.weight, self.bias))
-        return F.layer_norm(self.style.transition(values), self.normalized_shape, weight, bias, self.eps)
+        weight, bias = self.parameter(self.weight), self.parameter(self.bias)
+        return F.layer_norm(self.enter(values), self.normalized_shape, weight, bias, self.eps)
 
 
-class OwnRandomNumbers(Style):
-    """A module whose dropout differs between ranks, after a transition of the first argument if there is one.
+def vocabulary_embedding(group: TensorParallelGroup) -> Change:
+    """Vocabulary-parallel word embeddings: the all-reduce of vectors that are zero for other ranks' ids."""
+
+    def change(module: Any) -> None:
+        def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
+            num_rows = len(module.weight)
+            own, outside = _own_ids(tokens, group.rank * num_rows, num_rows)
+            vectors = F.embedding(own, module.weight)
+            return reduce_from_tensor_parallel_region(group, vectors.masked_fill(outside[..., None], 0.0))
+
+        module.forward = forward
+
+    return change
+
+
+def vocabulary_parallel_loss(group: TensorParallelGroup, enter: Conversion) -> Change:
+    """Cross entropy of this rank's columns of the logits, after ``enter`` of the hidden states."""
+
+    def change(module: Any) -> None:
+        on_entry(enter)(module)
+        module.token_losses = partial(vocabulary_parallel_cross_entropy, vocab_size=module.vocab_size, group=group)
+
+    return change
+
+
+def own_random_numbers(group: TensorParallelGroup, enter: Conversion = _identity) -> Change:
+    """A module whose dropout differs between ranks, after ``enter`` of its first argument.
 
     It is seeded with a draw from the generator that is in the same state on all ranks, and with the rank. So there is
     no second generator: activation recomputation and checkpoints need the shared one's state only, which is the same on
     all ranks again after the module.
     """
 
-    def adapt(self, module: Any) -> None:
+    def change(module: Any) -> None:
         inner = module.forward
 
         # a compiler does not trace generators; the inner forward pass is still compiled
         @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-        def forward(values: Tensor, *others: Any, **named: Any) -> Tensor:
-            values = self.transition(values)
-            output: Tensor
+        def forward(values: Tensor, *others: Any, **named: Any) -> Any:
+            values = enter(values)
             if not module.training:
-                output = inner(values, *others, **named)
-                return output
+                return inner(values, *others, **named)
             shared = int(torch.randint(2**62, (), device="cpu"))
-            own = np.random.SeedSequence([shared, self.group.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+            own = np.random.SeedSequence([shared, group.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
             with torch.random.fork_rng([values.device] if values.is_cuda else []):
                 torch.manual_seed(int(own))
-                output = inner(values, *others, **named)
-            return output
+                return inner(values, *others, **named)
 
         module.forward = forward
 
+    return change
 
-class WithoutLogits(Style):
-    """A model of which only ``loss`` works: its logits are partitioned across ranks."""
 
-    def adapt(self, module: Any) -> None:
-        def refuse(*_: object, **__: object) -> None:
-            raise UserError(
-                f"the logits of a model on {self.group.size} tensor-parallel ranks are never gathered; ask for its"
-                " loss, or resume with --tensor-model-parallel-size 1"
-            )
+def without_logits(group: TensorParallelGroup, *, with_padding: bool = False) -> Change:
+    """A model of which only ``loss`` works: its logits are partitioned. ``with_padding``: BERT computes padding too."""
 
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError(
+            f"the logits of a model on {group.size} tensor-parallel ranks are never gathered; ask for its"
+            " loss, or resume with --tensor-model-parallel-size 1"
+        )
+
+    def change(module: Any) -> None:
         module.forward = module.next_token_logits = refuse
+        if with_padding:
+            module.leaves_out_padding = False
 
-
-class WithPadding(WithoutLogits):
-    """BERT that computes padding too, as sequence parallelism slices sequences of one length."""
-
-    def adapt(self, module: Any) -> None:
-        super().adapt(module)
-        module.leaves_out_padding = False
+    return change
 
 
 @dataclass(frozen=True)
@@ -414,8 +380,8 @@ def build_model_shard(
         module, _, parameter = name.rpartition(".")
         shard = torch.empty(partition.shape(shapes[name], ranks.size), device="meta")
         model.get_submodule(module).register_parameter(parameter, nn.Parameter(shard))
-    for name, style in plan_for(model, group, sequence_parallel=sequence_parallel).items():
-        style.adapt(model.get_submodule(name))
+    for name, change in plan_for(model, group, sequence_parallel=sequence_parallel).items():
+        change(model.get_submodule(name))
     model.to_empty(device=torch.get_default_device())
     model_shard = ModelShard(model, shapes, partitions, ranks, group)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,6 @@ from megatron01.parallel.process_groups import ReplicaGroup, open_groups
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_Conversion = Callable[[Tensor], Tensor]
-
-
-P = ParamSpec("P")
 
 
 class TensorParallelGroup:
@@ -80,68 +75,53 @@ class TensorParallelGroup:
         return values.chunk(self.size, dim=1)[self.rank].contiguous()
 
 
-class _Region(torch.autograd.Function):
-    """Applies one function to a tensor in the forward pass, and another to its gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, forward: _Conversion, backward: _Conversion) -> Tensor:
-        ctx.convert_gradient = backward
-        return forward(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.convert_gradient(gradients[0]), None, None
+_Conversion = Callable[[TensorParallelGroup, Tensor], Tensor]
 
 
-def _convert(values: Tensor, forward: _Conversion, backward: _Conversion) -> Tensor:
-    output: Tensor = _Region.apply(values, forward, backward)  # type: ignore[no-untyped-call]
-    return output
+def _region(forward: _Conversion, backward: _Conversion) -> _Conversion:
+    """A function that applies ``forward`` to a tensor, and in the backward pass ``backward`` to its gradient."""
+
+    class Region(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, group: TensorParallelGroup, values: Tensor) -> Tensor:
+            ctx.group = group
+            return forward(group, values)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+            return None, backward(ctx.group, gradients[0])
+
+    # Not in graphs of torch.compile: guards on ``bytes_sent``, which grows, would recompile each time. As
+    # torch.compiler.disable, but without importing the compiler at once, which takes a second.
+    @torch._disable_dynamo
+    def convert(group: TensorParallelGroup, values: Tensor) -> Tensor:
+        output: Tensor = Region.apply(group, values)  # type: ignore[no-untyped-call]
+        return output
+
+    return convert
 
 
-def _identity(values: Tensor) -> Tensor:
+def _identity(group: TensorParallelGroup, values: Tensor) -> Tensor:
     return values.view_as(values)
 
 
-_between_graphs: Callable[[Callable[P, Tensor]], Callable[P, Tensor]] = torch._disable_dynamo
-"""Keeps communication out of ``torch.compile``: guards on ``bytes_sent``, which grows, would recompile each time.
+copy_to_tensor_parallel_region = _region(_identity, TensorParallelGroup.sum)
+"""Identity (b, s, ...); the backward pass all-reduces. Enters a column-parallel linear layer."""
 
-As ``torch.compiler.disable``, but without importing the compiler at once, which takes a second."""
+reduce_from_tensor_parallel_region = _region(TensorParallelGroup.sum, _identity)
+"""All-reduce (b, s, ...); the backward pass is the identity. Leaves a row-parallel linear layer."""
 
+gather_from_sequence_parallel_region = _region(TensorParallelGroup.gather, TensorParallelGroup.sum_and_split)
+"""All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (for a partitioned layer)."""
 
-@_between_graphs
-def copy_to_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
-    """Identity (b, s, ...); the backward pass all-reduces. Enters a column-parallel linear layer."""
-    return _convert(values, _identity, group.sum)
+gather_replicated_from_sequence_parallel_region = _region(TensorParallelGroup.gather, TensorParallelGroup.split)
+"""All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (for replicated computation)."""
 
+reduce_scatter_to_sequence_parallel_region = _region(TensorParallelGroup.sum_and_split, TensorParallelGroup.gather)
+"""Reduce-scatter (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
 
-@_between_graphs
-def reduce_from_tensor_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
-    """All-reduce (b, s, ...); the backward pass is the identity. Leaves a row-parallel linear layer."""
-    return _convert(values, group.sum, _identity)
-
-
-@_between_graphs
-def gather_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
-    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass reduce-scatters (for a partitioned layer)."""
-    return _convert(piece, group.gather, group.sum_and_split)
-
-
-@_between_graphs
-def gather_replicated_from_sequence_parallel_region(piece: Tensor, group: TensorParallelGroup) -> Tensor:
-    """All-gather (b, s / T, ...) -> (b, s, ...); the backward pass takes a slice (for replicated computation)."""
-    return _convert(piece, group.gather, group.split)
-
-
-@_between_graphs
-def reduce_scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
-    """Reduce-scatter (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
-    return _convert(values, group.sum_and_split, group.gather)
-
-
-@_between_graphs
-def scatter_to_sequence_parallel_region(values: Tensor, group: TensorParallelGroup) -> Tensor:
-    """This rank's slice (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
-    return _convert(values, group.split, group.gather)
+scatter_to_sequence_parallel_region = _region(TensorParallelGroup.split, TensorParallelGroup.gather)
+"""This rank's slice (b, s, ...) -> (b, s / T, ...); the backward pass all-gathers."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
 from megatron01.models.layers import compile_layers
-from megatron01.models.tensor_parallel import ModelShard, OwnRandomNumbers, build_model_shard
+from megatron01.models.tensor_parallel import ModelShard, build_model_shard, own_random_numbers
 from megatron01.parallel import LaunchEnvironment, TensorParallelRanks, find_tensor_parallel_ranks, initialize
 from megatron01.parallel.tensor_parallel import TensorParallelGroup
 from megatron01.training.step import LossModule
@@ -184,7 +184,7 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
     group = TensorParallelGroup(dist.group.WORLD)
     torch.manual_seed(11)
     own, shared = nn.Dropout(0.5), nn.Dropout(0.5)
-    OwnRandomNumbers(group).adapt(own)
+    own_random_numbers(group)(own)
     masks = [own(torch.ones(200)), shared(torch.ones(200)), own(torch.ones(200))]
     own.eval()
     assert torch.equal(own(torch.ones(3)), torch.ones(3))
