@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
 from megatron01.config.commands import DoctorConfig
 from megatron01.doctor.diagnosis import (
-    Diagnosis,
     Examination,
     clock_problems,
     describe_machines,
@@ -31,11 +31,10 @@ from megatron01.doctor.network import NetworkReport, measure_network
 from megatron01.errors import EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
 from megatron01.parallel.process_groups import format_ranks
-from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, require_shared
+from megatron01.parallel.rendezvous import RankInfo, check_ranks, decided_by_rank_0, open_store, require_shared
 from megatron01.utils.formatting import painter
 
 _SHARED_TIMEOUT = 30.0
-_GRACE = datetime.timedelta(seconds=15)
 
 
 class Doctor:
@@ -66,37 +65,25 @@ class Doctor:
                 ) from error
 
     def _run_together(self, own: Examination) -> int:
-        rank, world_size = self.environment.rank, self.environment.world_size
         self.phase = f"waiting for the other processes at {self.environment.rendezvous_endpoint}"
         communicator = mpi.connect(self.environment) if self.config.comm_backend == "mpi" else None
         store = open_store(self.environment, communicator, self._timeout)
         board = dist.PrefixStore("doctor", store)
+        decided = partial(decided_by_rank_0, board, self.environment, timeout=self._timeout)
         check_ranks(board, self.environment, RankInfo(own.node, "", {}, {}), self._timeout, needs_gpus=False)
-        board.set(f"seen/{rank}", json.dumps(asdict(own)))
-        seen: list[Examination] = []
-        diagnosis = Diagnosis([], False)
-        if rank == 0:
-            seen = [Examination(**json.loads(board.get(f"seen/{peer}"))) for peer in range(world_size)]
-            diagnosis = diagnose(seen, self.config)
-            board.set("can_connect", "no" if diagnosis.blocking else "yes")
-        problem, report = self._measure(store) if board.get("can_connect") == b"yes" else ("", None)
-        board.set(f"outcome/{rank}", json.dumps(problem))
+        can_connect = decided("seen", asdict(own), self._diagnose)
+        problem, report = self._measure(store) if can_connect else ("", None)
         self.phase = "waiting for what the others found"
-        if rank == 0:
-            ranks = range(world_size)
-            with suppress(dist.DistStoreError):
-                board.wait([f"outcome/{peer}" for peer in ranks], self._timeout)
-            present = [peer for peer in ranks if board.check([f"outcome/{peer}"])]
-            found = [json.loads(board.get(f"outcome/{peer}")) for peer in present]
-            problems = self._report(seen, diagnosis, found, sorted(set(ranks) - set(present)), report)
-            board.set("problems", str(len(problems)))
-            with suppress(dist.DistStoreError):  # rank 0 serves the store: all must read the result before it exits
-                board.wait([f"informed/{peer}/problems" for peer in present[1:]], _GRACE)
-            return EXIT_USER_ERROR if problems else 0
-        board.wait(["problems"], self._timeout + _GRACE)
-        status = EXIT_USER_ERROR if int(board.get("problems")) else 0
-        board.set(f"informed/{rank}/problems", "")
-        return status
+        num_problems = decided("outcome", problem, partial(self._report, report))
+        return EXIT_USER_ERROR if num_problems else 0
+
+    def _diagnose(self, found: dict[int, dict[str, Any]]) -> bool:
+        """Diagnose all machines from the examination of each rank; True if they can be connected."""
+        if missing := [rank for rank in range(self.environment.world_size) if rank not in found]:
+            raise dist.DistStoreError(f"no answer from {format_ranks(missing)}")
+        self._seen = [Examination(**found[rank]) for rank in sorted(found)]
+        self._diagnosis = diagnose(self._seen, self.config)
+        return not self._diagnosis.blocking
 
     def _measure(self, store: dist.Store) -> tuple[str, NetworkReport | None]:
         """Open process groups and measure the network; returns a problem, or an empty text, and the measurements."""
@@ -128,30 +115,22 @@ class Doctor:
             problem = f"{self.environment.node_name} lost another process while {self.phase} ({reason})"
         return problem, report
 
-    def _report(
-        self,
-        seen: list[Examination],
-        diagnosis: Diagnosis,
-        found: list[str],
-        silent: list[int],
-        report: NetworkReport | None,
-    ) -> list[str]:
-        """Print machines, measurements and problems; returns the problems.
+    def _report(self, report: NetworkReport | None, found: dict[int, str]) -> int:
+        """Print machines, measurements and problems; returns the number of problems.
 
         Args:
             found: problem of each rank that answers, or an empty text.
-            silent: ranks that do not answer.
         """
-        nodes = [one.node for one in seen]
-        lines = describe_machines(seen, self.environment.launcher)
-        problems = diagnosis.problems
-        if silent:
+        nodes = [one.node for one in self._seen]
+        lines = describe_machines(self._seen, self.environment.launcher)
+        problems = self._diagnosis.problems
+        if silent := [rank for rank in range(self.environment.world_size) if rank not in found]:
             names = ", ".join(dict.fromkeys(nodes[rank] for rank in silent))
             problems.append(
                 f"no answer any more from {format_ranks(silent)} ({names}), while the network was looked at; see"
                 " whether it is still there, and what its own output says"
             )
-        problems += [problem for problem in dict.fromkeys(found) if problem and problem not in problems]
+        problems += [problem for problem in dict.fromkeys(found.values()) if problem and problem not in problems]
         if report is not None:
             links = [(nodes[sender], nodes[receiver], rate) for sender, receiver, rate in report.links]
             problems += link_problems(links, report.link_bytes)
@@ -160,7 +139,7 @@ class Doctor:
         else:
             lines += ["", "the network was not measured"]
         _print(lines, problems)
-        return problems
+        return len(problems)
 
     @contextmanager
     def _ended_in_time(self) -> Iterator[None]:

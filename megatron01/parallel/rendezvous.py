@@ -31,7 +31,7 @@ from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import ReplicaGroup, failing_together, format_ranks
 
 _GRACE = datetime.timedelta(seconds=15)
-"""Time after the time-out for rank 0 to publish which ranks are missing, and for the others to read it."""
+"""Time after the time-out for rank 0 to publish its decision, and for the others to read it."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,6 @@ def check_ranks(
     """Wait for all ranks and check that they run the same versions, program and settings.
 
     Args:
-        store: the job's key-value store.
-        own: this rank's info.
         timeout: how long to wait for the slowest rank.
         needs_gpus: whether a node without GPU is an error where other nodes have some.
 
@@ -96,29 +94,54 @@ def check_ranks(
         FaultError: on every rank that arrived, if some did not arrive in time.
         UserError: on every rank, if versions or fingerprints differ; names the first rank that differs.
     """
-    ranks = range(environment.world_size)
-    store.set(f"rank_info/{environment.rank}", json.dumps(asdict(own)))
-    if environment.rank == 0:
-        keys = [f"rank_info/{rank}" for rank in ranks]
-        with suppress(dist.DistStoreError):
-            store.wait(keys, timeout)
-        present = [rank for rank in ranks if store.check([keys[rank]])]
-        infos = {rank: RankInfo(**json.loads(store.get(keys[rank]))) for rank in present}
-        error = _missing(infos, environment, timeout) or _mismatch(infos, needs_gpus)
+
+    def compare(found: dict[int, Any]) -> tuple[str | None, bool, bool]:
+        infos = {rank: RankInfo(**info) for rank, info in found.items()}
+        missing = _missing(infos, environment, timeout)
         all_have_gpus = each_has_own_gpu([one.gpu for one in infos.values()])
-        outcome = json.dumps([error, len(present) < len(ranks), all_have_gpus])
-        store.set("outcome", outcome)
-        # rank 0 may serve the store: all must have read the outcome before it exits with an error
-        with suppress(dist.DistStoreError):
-            store.wait([f"acknowledged/{rank}" for rank in present if rank != 0], _GRACE)
-    else:
-        store.wait(["outcome"], timeout + _GRACE)
-        outcome = store.get("outcome").decode()
-        store.set(f"acknowledged/{environment.rank}", "")
-    error, is_fault, all_have_gpus = json.loads(outcome)
+        return missing or _mismatch(infos, needs_gpus), missing is not None, all_have_gpus
+
+    error, is_fault, all_have_gpus = decided_by_rank_0(store, environment, "rank_info", asdict(own), compare, timeout)
     if error is not None:
         raise (FaultError if is_fault else UserError)(error, scope="job")
     return bool(all_have_gpus)
+
+
+def decided_by_rank_0(
+    store: dist.Store,
+    environment: LaunchEnvironment,
+    name: str,
+    own: Any,
+    decide: Callable[[dict[int, Any]], Any],
+    timeout: datetime.timedelta,
+) -> Any:
+    """Publish a value of each rank in the store, and get what rank 0 decides from them. Called by every rank.
+
+    Args:
+        name: prefix of the keys.
+        own: this rank's value, as JSON values.
+        decide: function from the values that arrive in time, by rank, to JSON values; called on rank 0.
+        timeout: how long to wait for the slowest rank.
+
+    Raises:
+        DistStoreError: if rank 0 does not decide in time, or is gone.
+    """
+    rank, ranks = environment.rank, range(environment.world_size)
+    store.set(f"{name}/{rank}", json.dumps(own))
+    if rank != 0:
+        store.wait([f"{name}/decision"], timeout + _GRACE)
+        decision = store.get(f"{name}/decision")
+        store.set(f"{name}/read_by/{rank}", "")
+        return json.loads(decision)
+    with suppress(dist.DistStoreError):
+        store.wait([f"{name}/{rank}" for rank in ranks], timeout)
+    present = [rank for rank in ranks if store.check([f"{name}/{rank}"])]
+    text = json.dumps(decide({rank: json.loads(store.get(f"{name}/{rank}")) for rank in present}))
+    store.set(f"{name}/decision", text)
+    # rank 0 may serve the store: all must have read the decision before it exits with an error
+    with suppress(dist.DistStoreError):
+        store.wait([f"{name}/read_by/{rank}" for rank in present[1:]], _GRACE)
+    return json.loads(text)
 
 
 def each_has_own_gpu(gpus: Sequence[str]) -> bool:
@@ -168,10 +191,9 @@ def _mismatch(infos: Mapping[int, RankInfo], needs_gpus: bool) -> str | None:
 
 
 def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datetime.timedelta) -> dist.Store:
-    """The job's key-value store. Rank 0 does not wait for the others here.
+    """Open the job's key-value store. Rank 0 does not wait for the others here.
 
     Args:
-        environment: of this process.
         communicator: MPI's, or None; used to agree on an endpoint where the environment names none.
         timeout: for connecting to rank 0, and of the store's own waits.
 
@@ -239,10 +261,7 @@ FILE_SYSTEM_DELAY_SECONDS = 60.0
 """How long a network file system may cache that a file does not exist."""
 
 
-def require_shared(
-    folder: str | Path, group: ReplicaGroup, *, timeout: float = FILE_SYSTEM_DELAY_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:  # fmt: skip
+def require_shared(folder: str | Path, group: ReplicaGroup, *, timeout: float = FILE_SYSTEM_DELAY_SECONDS) -> None:
     """Check that a folder is one shared folder for all ranks: rank 0 writes a file that all must see. Collective.
 
     Raises:
@@ -259,7 +278,7 @@ def require_shared(
             except OSError as error:
                 raise UserError(f"cannot write into {folder} on {group.hosts[0]}: {error.strerror}") from None
     try:
-        found = group.gather(_finds(probe, token, clock() + timeout, clock))
+        found = group.gather(_finds(probe, token, timeout))
     finally:
         if group.is_first:
             probe.unlink(missing_ok=True)
@@ -272,7 +291,8 @@ def require_shared(
         )
 
 
-def _finds(probe: Path, token: str, deadline: float, clock: Callable[[], float]) -> bool:
+def _finds(probe: Path, token: str, timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
     while True:
         try:
             os.listdir(probe.parent)  # makes network file systems refresh their cache
@@ -280,6 +300,6 @@ def _finds(probe: Path, token: str, deadline: float, clock: Callable[[], float])
                 return True
         except OSError:
             pass
-        if clock() >= deadline:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(0.2)
