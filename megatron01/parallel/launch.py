@@ -122,7 +122,7 @@ class LaunchEnvironment:
             master_addr=address,
             master_port=port,
             launcher=names.launcher,
-            master_given="MASTER_ADDR" in environ,
+            master_given=bool(environ.get("MASTER_ADDR")),
             restart=environ.get("TORCHELASTIC_RESTART_COUNT", "") if kept_by_agent else "",
             node=environ.get("SLURMD_NODENAME", "") if names is _SRUN else "",
             nodes=tuple(slurm_nodes),

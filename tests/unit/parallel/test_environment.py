@@ -114,6 +114,7 @@ def test_open_mpi_over_machines_takes_the_first_host_of_the_job_not_of_its_daemo
 def test_open_mpi_over_machines_without_slurm_names_no_address() -> None:
     read = LaunchEnvironment.read(OPEN_MPI)
     assert read.master_addr == "" and not read.master_given
+    assert not LaunchEnvironment.read(OPEN_MPI | {"MASTER_ADDR": ""}).master_given
     assert LaunchEnvironment.read(OPEN_MPI | {"MASTER_ADDR": "node0"}).master_given
 
 
