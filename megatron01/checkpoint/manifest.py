@@ -33,22 +33,6 @@ def describe_file(path: Path) -> StoredFile:
         return StoredFile(file.tell(), digest)
 
 
-def check_sizes(checkpoint: Path, files: Mapping[str, StoredFile]) -> None:
-    """Check that all files of a checkpoint have their recorded size, without reading them.
-
-    Raises:
-        UserError: naming the first one that is not.
-    """
-    for name, stored in files.items():
-        path = checkpoint / name
-        with reading(path), open_regular(path) as file:
-            found = os.fstat(file.fileno()).st_size
-        if found != stored.bytes:
-            raise UserError(
-                f"{path} has {found} bytes, expected {stored.bytes}; the checkpoint is damaged, use another one"
-            )
-
-
 def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Iterable[str]) -> None:
     """Read the files ``names`` of a checkpoint and compare their hashes.
 
@@ -355,7 +339,14 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         if entries.pop("content_hash") != _content_hash(entries):
             raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")
         metadata = _metadata(entries)
-    check_sizes(checkpoint, metadata.files)
+    for name, stored in metadata.files.items():
+        with reading(checkpoint / name), open_regular(checkpoint / name) as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != stored.bytes:
+            raise UserError(
+                f"{checkpoint / name} has {size} bytes, expected {stored.bytes}; the checkpoint is damaged, use another"
+                " one"
+            )
     return metadata
 
 

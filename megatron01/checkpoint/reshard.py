@@ -162,11 +162,7 @@ def load_average(
 
 
 class SavedState:
-    """The named state in a checkpoint, of all ranks that wrote it.
-
-    Args:
-        metadata: of the checkpoint.
-        layout: the elements of parameters that this rank needs.
+    """The named state in a checkpoint, of all ranks that wrote it; ``layout``: the elements that this rank needs.
 
     Attributes:
         tensors: for each saved rank, the tensors in its file, by name.

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -234,7 +234,7 @@ class CheckpointWriter:
         self._say = say
         self._require_owner = require_owner
         self._host_copies: dict[str, Tensor] = {}
-        self._saving: Future[Path] | None = None
+        self._saving: futures.Future[Path] | None = None
         self._saving_iteration = 0
         self._writing_group = group
         if self._folder is not None and group.world_size > 1:
@@ -345,7 +345,7 @@ class CheckpointWriter:
         is_any_writing = self._folder is not None
         while is_any_writing:
             if self._saving is not None:
-                wait([self._saving], SECONDS_BETWEEN_CHECKS)
+                futures.wait([self._saving], SECONDS_BETWEEN_CHECKS)
             is_any_writing = self._group.any(self.is_busy)
 
     def _take_result(self) -> None:
@@ -370,12 +370,12 @@ class CheckpointWriter:
             with suppress(UserError):  # the original error says more
                 self.wait()
         if self._saving is not None:
-            wait([self._saving], SECONDS_TO_EXIT)
+            futures.wait([self._saving], SECONDS_TO_EXIT)
             status = EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_status", 1)
             atexit.register(_end_without, self._saving, status)
 
 
-def _end_without(saving: Future[Path], status: int) -> None:
+def _end_without(saving: futures.Future[Path], status: int) -> None:
     """End the process if the save is still at work: the interpreter's shutdown would abort over its thread."""
     if not saving.done():
         sys.stdout.flush()

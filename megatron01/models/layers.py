@@ -83,7 +83,6 @@ class KeyValueCache:
     Padding is masked and has no positions: each sequence computes what it would alone.
 
     Args:
-        num_layers: of the model.
         max_length: positions, with padding, that the batch can grow to.
         padding: (b,) int64, the positions before each sequence that are padding.
     """
@@ -230,10 +229,9 @@ class SelfAttention(nn.Module):
         return output
 
     def kernel(self, batch_size: int, seq_length: int, *, masked: bool) -> str:
-        """The kernel that torch takes in training, by its name: flash_attention, efficient_attention or math.
+        """The kernel that torch takes in training: flash_attention, efficient_attention or math.
 
-        Args:
-            masked: with a mask of keys, (b, 1, 1, s).
+        ``masked``: with a mask of keys, (b, 1, 1, s).
         """
         weight = self.query_key_value.weight
         heads = weight.shape[0] // (3 * self.head_size)
@@ -357,9 +355,6 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     All layers share one compilation. A layer is the unit so that its gradients are ready after its own backward pass:
     those of a model compiled as a whole are ready only at the end, and no exchange overlaps. Parameters keep
     their names. Padding is computed too, as the number of tokens would be another shape in each batch.
-
-    Args:
-        backend: of torch.compile.
     """
     layers = [module for module in model.modules() if isinstance(module, TransformerLayer)]
     if not layers:

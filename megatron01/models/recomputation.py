@@ -75,9 +75,6 @@ def gives_back_freed_blocks(model: ModelConfig, device_type: str) -> bool:
 
     Returning pages and allocating them again costs time, so it is done only with activation recomputation, which trades
     time for memory anyway.
-
-    Args:
-        device_type: of ``torch.device``.
     """
     return device_type == "cpu" and model.recompute_activations != "none"
 

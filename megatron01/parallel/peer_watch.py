@@ -37,11 +37,6 @@ class PeerWatch:
     or cut off), or if it answers but its main thread hangs: when a rank has noted no ``Progress`` for the time-out
     during steps or evaluations, the ranks with the lowest count are those that the others wait for. Entered and left
     by all ranks; a rank that leaves without an error ends the watch on all of them.
-
-    Args:
-        group: all ranks of the job.
-        store: the job's key-value store.
-        timeout: time-out of collectives.
     """
 
     def __init__(self, group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> None:

@@ -312,13 +312,11 @@ def open_groups(rank_lists: Sequence[Sequence[int]], timeout: datetime.timedelta
 
     ``timeout`` applies to their collectives too, as groups do not inherit the default group's time-out.
     """
-
     backend = dist.get_backend()
-
-    def open_all() -> list[dist.ProcessGroup]:
-        return [dist.new_group(list(ranks), timeout=timeout_for(backend, timeout)) for ranks in rank_lists]
-
-    return open_in_time(open_all, timeout, backend=backend)
+    longest = timeout_for(backend, timeout)
+    return open_in_time(
+        lambda: [dist.new_group(list(ranks), timeout=longest) for ranks in rank_lists], timeout, backend=backend
+    )
 
 
 LONG_TIMEOUT = datetime.timedelta(days=7)

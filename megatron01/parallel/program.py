@@ -31,9 +31,23 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all exit with its status.
     """
     try:
-        _exit_with_status_of(main)
+        try:
+            status = main()
+            sys.stdout.flush()
+        except UserError as error:
+            report(error)
+            status = error.exit_status
+        except Stopped as stopped:
+            status = 128 + stopped.signal
+        except KeyboardInterrupt:
+            status = EXIT_INTERRUPTED
+        except BrokenPipeError:
+            if not _has_lost_its_reader():
+                raise
+            status = EXIT_BROKEN_PIPE
+        sys.exit(status)
     except BaseException as error:
-        if _has_peers():
+        if _environment_of_rank() is not None:
             exit_process(error)
         raise
 
@@ -68,30 +82,13 @@ def ending_with_launcher(environment: LaunchEnvironment) -> Iterator[None]:
         done.set()
 
 
-def _exit_with_status_of(main: Callable[[], int | None]) -> NoReturn:
+def _environment_of_rank() -> LaunchEnvironment | None:
+    """Launch environment of this process if it is one of several ranks; None also if it cannot be read."""
     try:
-        status = main()
-        sys.stdout.flush()
-    except UserError as error:
-        report(error)
-        sys.exit(error.exit_status)
-    except Stopped as stopped:
-        sys.exit(128 + stopped.signal)
-    except KeyboardInterrupt:
-        sys.exit(EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        if not _has_lost_its_reader():
-            raise
-        sys.exit(EXIT_BROKEN_PIPE)
-    sys.exit(status)
-
-
-def _has_peers() -> bool:
-    """True if this process is one of several ranks."""
-    try:
-        return LaunchEnvironment.read(os.environ).world_size > 1
+        environment = LaunchEnvironment.read(os.environ)
     except UserError:
-        return False
+        return None
+    return environment if environment.world_size > 1 else None
 
 
 def _has_lost_its_reader() -> bool:
@@ -108,11 +105,8 @@ def _has_lost_its_reader() -> bool:
 def report(error: UserError) -> None:
     """Print the line of an error that ends this process, unless another rank with the same error prints it."""
     message = one_line(str(error))
-    try:
-        environment = LaunchEnvironment.read(os.environ)
-    except UserError:  # ``error`` is this very one; every process prints it
-        environment = None
-    if environment is None or environment.world_size == 1:
+    environment = _environment_of_rank()
+    if environment is None:  # also where ``error`` is that it cannot be read; every process prints it
         print(f"{painter(sys.stderr)('error:', 'red')} {message}", file=sys.stderr, flush=True)
         return
     printers = {
@@ -142,7 +136,13 @@ def exit_process(error: BaseException) -> NoReturn:
     during finalization aborts the process with SIGABRT, whatever its status
     (https://docs.python.org/3/c-api/init.html#c.Py_FinalizeEx).
     """
-    status = _status(error)
+    status = 1
+    if not isinstance(error, SystemExit):
+        sys.excepthook(type(error), error, error.__traceback__)
+    elif error.code is None or isinstance(error.code, int):
+        status = (error.code or 0) & 0xFF
+    else:
+        print(error.code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -151,14 +151,3 @@ def exit_process(error: BaseException) -> NoReturn:
         except (OSError, ValueError):  # a broken pipe, or closed
             status = status or 1
     os._exit(status)
-
-
-def _status(error: BaseException) -> int:
-    """Print what Python would on exit; returns the exit status."""
-    if not isinstance(error, SystemExit):
-        sys.excepthook(type(error), error, error.__traceback__)
-        return 1
-    if error.code is None or isinstance(error.code, int):
-        return (error.code or 0) & 0xFF
-    print(error.code, file=sys.stderr)
-    return 1
