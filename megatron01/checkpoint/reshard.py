@@ -177,6 +177,7 @@ class SavedState:
         self._layout = layout
         self._size = metadata.tensor_model_parallel_size
         self._shards = metadata.optimizer_shards
+        self._is_repartitioned = self._size != layout.size
         self.num_copies = metadata.world_size // (self._size * self._shards)
         self.tensors = read_headers(checkpoint, metadata)
         with damage_named(checkpoint, "places of state"):
@@ -233,10 +234,6 @@ class SavedState:
                 if key not in ERRORS[piece.key]:
                     continue
                 self._add(piece, rank, f"{key}.{piece.name}", share * self._size / len(self.tensors))
-
-    @property
-    def _is_repartitioned(self) -> bool:
-        return self._size != self._layout.size
 
     def _saved_layout(self, rank: int) -> ShardLayout:
         """The layout of a saved rank."""

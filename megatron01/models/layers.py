@@ -8,7 +8,6 @@ through the same code with fewer heads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -257,7 +256,7 @@ class MLP(nn.Module):
         """(..., h) -> (..., h)."""
         before = self.dense_h_to_4h(hidden)  # (..., f)
         inner = self.gelu(before)
-        with computed_again(inner, self.gelu, before) if self.is_selective else nullcontext():
+        with computed_again(inner, self.gelu, before, self.is_selective):
             output: torch.Tensor = self.dense_4h_to_h(inner)
             return output
 
@@ -285,22 +284,18 @@ class TransformerLayer(nn.Module):
         """(b, s, h), or with ``rows`` (t, h), to the same shape. Arguments as of ``Transformer.forward``."""
         if self.norm_placement == "pre":
             normed = self.attention_norm(hidden)
-            with self._without(normed, self.attention_norm, hidden):
+            with computed_again(normed, self.attention_norm, hidden, self.is_selective):
                 attended = self.attention(normed, attention_mask, cache, rows)
             hidden = hidden + self.dropout(attended)
             normed = self.mlp_norm(hidden)
-            with self._without(normed, self.mlp_norm, hidden):
+            with computed_again(normed, self.mlp_norm, hidden, self.is_selective):
                 hidden = hidden + self.dropout(self.mlp(normed))
             return hidden
         before = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows))
         hidden = self.attention_norm(before)
-        with self._without(hidden, self.attention_norm, before):
+        with computed_again(hidden, self.attention_norm, before, self.is_selective):
             hidden = self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
         return hidden
-
-    def _without(self, normed: torch.Tensor, norm: nn.Module, before: torch.Tensor) -> AbstractContextManager[Any]:
-        """Operations inside do not store the output of a norm, if recomputation is selective."""
-        return computed_again(normed, norm, before) if self.is_selective else nullcontext()
 
 
 class Transformer(nn.Module):

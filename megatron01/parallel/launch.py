@@ -59,15 +59,15 @@ _SRUN = _Variables(
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchEnvironment:
-    """Rank and world size of this process, as its launcher set them."""
+    """Rank and world size of this process, as its launcher set them; by default, a single process."""
 
-    rank: int
-    world_size: int
-    local_rank: int  # among the processes of this machine
-    local_world_size: int
-    master_addr: str  # host of rank 0; empty if no variable names it, as with mpirun over several machines
-    master_port: int
-    launcher: Launcher
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0  # among the processes of this machine
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"  # host of rank 0; empty if no variable names it, as with mpirun over machines
+    master_port: int = DEFAULT_PORT
+    launcher: Launcher = "single process"
     master_given: bool = True  # whether MASTER_ADDR is set; if not, address and port are derived
     restart: str = ""  # restart count, if torchrun's agent keeps the store over restarts
     node: str = ""  # SLURM's name of this machine
@@ -93,15 +93,7 @@ class LaunchEnvironment:
         elif "PMI_RANK" in environ or "PMI_SIZE" in environ:
             names = _PMI
         else:
-            return cls(
-                rank=0,
-                world_size=1,
-                local_rank=0,
-                local_world_size=1,
-                master_addr="127.0.0.1",
-                master_port=DEFAULT_PORT,
-                launcher="single process",
-            )
+            return cls()
         rank = _number(environ, names.rank, names.world_size)
         world_size = _number(environ, names.world_size, names.rank)
         local_rank, local_world_size = 0, 1

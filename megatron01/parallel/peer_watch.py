@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ _GRACE = 2.0
 """Seconds for the main thread to end by itself, as it does in a gloo collective, once a rank is known to be lost."""
 
 
-class PeerWatch:
+@contextmanager
+def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> Iterator[None]:
     """Context manager that ends this process, with one error line per job and status 74, when another rank is lost.
 
     A rank is lost if its process is gone (noticed within a second), if it does not answer within the time-out (stopped,
@@ -38,69 +40,69 @@ class PeerWatch:
     during steps or evaluations, the ranks with the lowest count are those that the others wait for. Entered and left
     by all ranks; a rank that leaves without an error ends the watch on all of them.
     """
+    rounds, is_stopping = open_gloo_group(timeout), threading.Event()
 
-    def __init__(self, group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> None:
-        self._group, self._store, self._timeout = group, store, timeout
-        self._rounds = open_gloo_group(timeout)
-        self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="peer watch", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._is_stopping.set()
-        if error is None:
-            self._thread.join()
-
-    def _run(self) -> None:
+    def watch() -> None:
         error = None
         try:
             while error is None:
-                is_last = self._is_stopping.wait(SECONDS_BETWEEN_ROUNDS)
-                rows = self._round(is_last)
+                is_last = is_stopping.wait(SECONDS_BETWEEN_ROUNDS)
+                rows = _round(group, rounds, is_last)
                 if any(leaving for _, _, leaving in rows):
                     return
-                error = self._hung([count for count, _, _ in rows], max(seconds for _, seconds, _ in rows))
+                error = hung(group, timeout, [count for count, _, _ in rows], max(seconds for _, seconds, _ in rows))
         except RuntimeError as failure:
-            if self._is_stopping.is_set():
+            if is_stopping.is_set():
                 return
             reason = lost_replica(failure) or str(failure)
             error = LostReplica(
                 f"lost another replica, and collectives wait for it; its own output says why ({reason})"
             )
-            error = name_lost_ranks(error, self._group, self._store)
-        if not self._is_stopping.wait(_GRACE):
+            error = name_lost_ranks(error, group, store)
+        if not is_stopping.wait(_GRACE):
             report(error)
             os._exit(error.exit_status)
 
-    def _round(self, is_last: bool) -> list[list[float]]:
-        """All-gather of each rank's ``Progress`` count and seconds, and 1 if it is leaving: the same on all ranks."""
-        progress, size = self._group.progress, self._group.world_size
-        own = torch.tensor([progress.count, progress.seconds, is_last], dtype=torch.float64)
-        received = torch.empty(size, 3, dtype=torch.float64)
-        # all-to-all, not a ring: every rank is connected to every other, and notices at once that one is gone
-        dist.all_to_all_single(received, own.repeat(size, 1), group=self._rounds)
-        rows: list[list[float]] = received.tolist()
-        return rows
+    thread = threading.Thread(target=watch, name="peer watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_stopping.set()
+    thread.join()  # not after an error
 
-    def _hung(self, counts: list[float], seconds: float) -> LostReplica | None:
-        """Error if a rank has waited longer than the time-out for ranks that answer but hang; the same on all ranks."""
-        if seconds <= self._timeout.total_seconds():
-            return None
-        behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
-        minutes = f"{self._timeout.total_seconds() / 60:g} minutes"
-        if not behind:
-            return LostReplica(
-                f"no replica has gone on for {minutes}, although all answer: see what NCCL says with"
-                " NCCL_DEBUG=INFO, or raise --distributed-timeout-minutes",
-                scope="job",
-            )
-        slowest = [rank for rank in behind if counts[rank] == min(counts)]
-        places = format_places(slowest, self._group.hosts)
+
+def _round(group: ReplicaGroup, rounds: dist.ProcessGroup, is_last: bool) -> list[list[float]]:
+    """All-gather of each rank's ``Progress`` count and seconds, and 1 if it is leaving: the same on all ranks."""
+    progress, size = group.progress, group.world_size
+    own = torch.tensor([progress.count, progress.seconds, is_last], dtype=torch.float64)
+    received = torch.empty(size, 3, dtype=torch.float64)
+    # all-to-all, not a ring: every rank is connected to every other, and notices at once that one is gone
+    dist.all_to_all_single(received, own.repeat(size, 1), group=rounds)
+    rows: list[list[float]] = received.tolist()
+    return rows
+
+
+def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], seconds: float) -> LostReplica | None:
+    """Error if a rank has waited longer than the time-out for ranks that answer but hang; the same on all ranks.
+
+    Args:
+        counts: of each rank's ``Progress``.
+        seconds: the longest time since a rank's last progress.
+    """
+    if seconds <= timeout.total_seconds():
+        return None
+    behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    minutes = f"{timeout.total_seconds() / 60:g} minutes"
+    if not behind:
         return LostReplica(
-            f"lost another replica: others have waited {minutes} for {places}, which answers but does not go on",
-            scope="rank" if self._group.rank == counts.index(max(counts)) else "elsewhere",
+            f"no replica has gone on for {minutes}, although all answer: see what NCCL says with"
+            " NCCL_DEBUG=INFO, or raise --distributed-timeout-minutes",
+            scope="job",
         )
+    slowest = [rank for rank in behind if counts[rank] == min(counts)]
+    return LostReplica(
+        f"lost another replica: others have waited {minutes} for {format_places(slowest, group.hosts)}, which answers"
+        " but does not go on",
+        scope="rank" if group.rank == counts.index(max(counts)) else "elsewhere",
+    )

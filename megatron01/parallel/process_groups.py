@@ -31,7 +31,7 @@ class _StoppedByPeer(UserError):
 
 
 class Progress:
-    """Progress of this rank's main thread, which ``PeerWatch`` compares between ranks.
+    """Progress of this rank's main thread, which ``watching_peers`` compares between ranks.
 
     Attributes:
         count: control collectives and passes begun so far; equal on ranks at the same point of the program.
@@ -303,7 +303,7 @@ _NCCL_MARGIN = datetime.timedelta(minutes=1)
 
 
 def timeout_for(backend: str, timeout: datetime.timedelta) -> datetime.timedelta:
-    """Time-out of a backend's groups: NCCL's own, which only prints, comes after that of ``PeerWatch``."""
+    """Time-out of a backend's groups: NCCL's own, which only prints, comes after that of ``watching_peers``."""
     return timeout + _NCCL_MARGIN if backend == "nccl" else timeout
 
 

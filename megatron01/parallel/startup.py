@@ -18,7 +18,7 @@ from megatron01.config import DistributedConfig
 from megatron01.errors import FaultError, UserError
 from megatron01.parallel import mpi
 from megatron01.parallel.launch import LaunchEnvironment, Place, gloo_interface, nodes_of
-from megatron01.parallel.peer_watch import PeerWatch
+from megatron01.parallel.peer_watch import watching_peers
 from megatron01.parallel.process_groups import (
     LostReplica,
     ReplicaGroup,
@@ -85,7 +85,7 @@ def _joined(
                     f"lost another replica while joining the job ({reason}); its own output says why"
                 ) from error
             try:
-                with PeerWatch(group, store, timeout) if _waits_without_end(dist.get_backend()) else nullcontext():
+                with watching_peers(group, store, timeout) if _waits_without_end(dist.get_backend()) else nullcontext():
                     yield group
             except LostReplica as error:
                 raise name_lost_ranks(error, group, store) from error
@@ -184,7 +184,7 @@ def _open_default_group(
     device = _device(environment, config, backend)
     if has_mpi:  # gradients travel through MPI, the rest is small
         backend = "gloo"
-    if backend == "nccl":  # else torch aborts the process, with a trace, before PeerWatch has named the lost rank
+    if backend == "nccl":  # else torch aborts the process, with a trace, before the peer watch has named the lost rank
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     try:
         open_in_time(

@@ -8,12 +8,10 @@ import threading
 import time
 from typing import Any
 
-import pytest
 import torch
 
 from megatron01.config import DistributedConfig
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, peer_watch, startup
-from megatron01.parallel.peer_watch import PeerWatch
 from megatron01.parallel.process_groups import Progress
 from tests.distributed.harness import run_ranks
 
@@ -34,8 +32,7 @@ def test_ranks_leave_one_after_the_other_and_the_watch_ends() -> None:
     assert run_ranks(leaving_after, 3, default_group=False) == [[1, 1, False]] * 3
 
 
-def seen_by(rank: int, counts: list[float], seconds: float, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(peer_watch, "open_gloo_group", lambda timeout: None)
+def seen_by(rank: int, counts: list[float], seconds: float) -> Any:
     group = ReplicaGroup(
         rank=rank,
         world_size=len(counts),
@@ -48,20 +45,19 @@ def seen_by(rank: int, counts: list[float], seconds: float, monkeypatch: pytest.
         hosts=[f"node{number}" for number in range(len(counts))],
         nodes=[list(range(len(counts)))],
     )
-    store: Any = None
-    return PeerWatch(group, store, datetime.timedelta(minutes=10))._hung(counts, seconds)
+    return peer_watch.hung(group, datetime.timedelta(minutes=10), counts, seconds)
 
 
-def test_who_lives_and_does_not_go_on_is_named_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seen_by(0, [7, 6, 7, 6], 600.0, monkeypatch) is None
-    errors = [seen_by(rank, [6, 7, 7, 5], 600.1, monkeypatch) for rank in range(4)]
+def test_who_lives_and_does_not_go_on_is_named_by_one_rank() -> None:
+    assert seen_by(0, [7, 6, 7, 6], 600.0) is None
+    errors = [seen_by(rank, [6, 7, 7, 5], 600.1) for rank in range(4)]
     for error in errors:
         assert "have waited 10 minutes for rank 3 on node3, which answers but" in str(error)
     assert [error.scope for error in errors] == ["elsewhere", "rank", "elsewhere", "elsewhere"]
 
 
-def test_where_all_are_as_far_the_run_ends_and_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = seen_by(1, [7, 7], 601.0, monkeypatch)
+def test_where_all_are_as_far_the_run_ends_and_nobody_is_named() -> None:
+    error = seen_by(1, [7, 7], 601.0)
     assert "although all answer" in str(error) and error.scope == "job" and error.exit_status == 74
 
 
