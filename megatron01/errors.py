@@ -68,27 +68,6 @@ def require(condition: bool, message: str) -> None:
         raise UserError(message)
 
 
-def require_positive(section: object, *names: str) -> None:
-    """Raises UserError if one of the settings ``names`` of ``section`` is given and not above 0."""
-    for name in names:
-        value = getattr(section, name)
-        require(value is None or value > 0, f"{name} is {value}; expected a positive number")
-
-
-def require_not_negative(section: object, *names: str) -> None:
-    """Raises UserError if one of the settings ``names`` of ``section`` is given and below 0."""
-    for name in names:
-        value = getattr(section, name)
-        require(value is None or value >= 0, f"{name} is {value}; expected 0 or more")
-
-
-def require_probability(section: object, *names: str) -> None:
-    """Raises UserError if one of the settings ``names`` of ``section`` is not in [0, 1)."""
-    for name in names:
-        value = getattr(section, name)
-        require(0.0 <= value < 1.0, f"{name} is {value}; expected a probability in [0, 1)")
-
-
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'num_layers'?``, or an empty string when nothing is close."""
     close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)

@@ -19,7 +19,8 @@ from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_metrics, read_run
 from megatron01.compare.summary import answers, conditions, summarize, table
 from megatron01.config.command_line import parse
-from megatron01.errors import UserError, require, require_positive
+from megatron01.config.fields import Bounded, Positive
+from megatron01.errors import UserError, require
 from megatron01.monitor.wandb_writer import (
     AXES,
     BYTES,
@@ -41,7 +42,7 @@ _WIDTH = 120  # of text on the terminal
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareConfig:
+class CompareConfig(Bounded):
     """How runs are compared."""
 
     output: Path = Path("comparison")
@@ -54,9 +55,9 @@ class CompareConfig:
     """Group that losses and speed-ups are relative to, by its label's beginning; Adam or 1-bit Adam if not given."""
     target_loss: float | None = None
     """Loss that speed-ups are about; the lowest that all runs reach if not given."""
-    smoothing: int | None = None
+    smoothing: Positive[int] | None = None
     """Lines of metrics that a training loss is averaged over; a fortieth of the run if not given."""
-    freeze_step: int | None = None
+    freeze_step: Positive[int] | None = None
     """Full steps of the 1-bit Adam that traffic is compared with where none of the runs is one."""
     wandb: bool = False
     """Put the comparison on wandb: the runs that are not there yet, the table and the curves, and a report."""
@@ -68,7 +69,7 @@ class CompareConfig:
     """offline writes folders that 'wandb sync' accepts; a report needs online."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "smoothing", "freeze_step")
+        super().__post_init__()
         require(
             self.target_loss is None or math.isfinite(self.target_loss),
             f"target_loss is {self.target_loss}; expected a number",

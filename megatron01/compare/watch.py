@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment, require_folder
 from megatron01.config.command_line import parse
+from megatron01.config.fields import Bounded, Bounds
 from megatron01.config.registry import label_of
-from megatron01.errors import UserError, require
+from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes, beside_adam
 from megatron01.monitor.run_directory import LastHeartbeat, read_heartbeat
 from megatron01.monitor.writers import ConsoleWriter
@@ -38,17 +39,13 @@ _MOST_LINES = 4000  # most lines of metrics used; of more, every second, third, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchConfig:
+class WatchConfig(Bounded):
     """How a run is followed."""
 
     once: bool = False
     """Show the present state and end."""
-    interval: float = 1.0
+    interval: Annotated[float, Bounds(lambda value: 0.05 <= value <= 3600, "seconds between 0.05 and 3600")] = 1.0
     """Seconds between two looks at the run's files."""
-
-    def __post_init__(self) -> None:
-        is_sound = 0.05 <= self.interval <= 3600
-        require(is_sound, f"interval is {self.interval}; expected seconds between 0.05 and 3600")
 
 
 def watch(argv: Sequence[str], prog: str) -> None:

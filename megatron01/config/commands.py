@@ -6,15 +6,16 @@ import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from megatron01.config.data import TokenizerType
+from megatron01.config.fields import Below1, Bounded, Bounds, NotNegative, Positive, UpTo1, ZeroIsOff
 from megatron01.config.pretrain import Precision
-from megatron01.errors import UserError, require, require_not_negative, require_positive
+from megatron01.errors import UserError, require
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig:
+class LoadConfig(Bounded):
     """A model, and its tokenizer where that is not with it."""
 
     load: str
@@ -30,6 +31,7 @@ class LoadConfig:
     """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tokenizer_type is None and (self.vocab_file or self.merge_file or self.tokenizer_model):
             raise UserError(
                 "files of a tokenizer are given, but not its type; give --tokenizer-type as well, such as"
@@ -47,7 +49,7 @@ class ConvertConfig(LoadConfig):
     """Format to write; auto: huggingface for a checkpoint of megatron01, megatron01 for anything else."""
     dtype: Precision = "fp32"
     """huggingface: type of the weights in the files."""
-    max_shard_gigabytes: float = 2.0
+    max_shard_gigabytes: Positive[float] = 2.0
     """huggingface: larger models are spread over files of at most this size; so much memory is needed beside the
     model."""
     overwrite: bool = False
@@ -55,7 +57,6 @@ class ConvertConfig(LoadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "max_shard_gigabytes")
         if not self.output:
             raise UserError("output is empty; expected a folder")
 
@@ -68,12 +69,8 @@ class InferenceConfig(LoadConfig):
     """Where the model runs; auto: on the GPU if there is one."""
     dtype: Precision = "fp32"
     """Type of weights and arithmetic."""
-    batch_size: int = 8
+    batch_size: Positive[int] = 8
     """Sequences that are computed together."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,19 +85,19 @@ class GenerateConfig(InferenceConfig):
     """Read texts from standard input, line by line, and continue each at once."""
     output: Path | None = None
     """Write the results to this file as JSON lines, in place of printing them."""
-    max_new_tokens: int = 50
+    max_new_tokens: Positive[int] = 50
     """Tokens to add at most; the model's positions are a limit too."""
-    num_samples: int = 1
+    num_samples: Positive[int] = 1
     """Continuations of each text."""
     greedy: bool = False
     """Always take the most likely token."""
-    temperature: float = 1.0
+    temperature: Annotated[float, Bounds(lambda value: value > 0, "a positive number, or give --greedy")] = 1.0
     """Logits are divided by it: below 1 likely tokens get more likely."""
-    top_k: int = 0
+    top_k: ZeroIsOff[int] = 0
     """Draw from this many of the most likely tokens; 0: from all."""
-    top_p: float = 1.0
+    top_p: UpTo1 = 1.0
     """Draw from the most likely tokens that make up this probability together."""
-    seed: int = 1234
+    seed: Annotated[int, Bounds(lambda value: 0 <= value < 2**63, "0 to 2**63 - 1")] = 1234
     """Seed of the random draws. Those of a text depend on nothing but it and the text's place among the texts."""
     stop_at_eod: bool = True
     """End a text where the model ends the document."""
@@ -114,13 +111,6 @@ class GenerateConfig(InferenceConfig):
             not (self.interactive and self.output is not None),
             "output is given with interactive; leave one of them out",
         )
-        require_positive(self, "max_new_tokens", "num_samples")
-        require(
-            self.temperature > 0, f"temperature is {self.temperature}; expected a positive number, or give --greedy"
-        )
-        require(self.top_k >= 0, f"top_k is {self.top_k}; expected 0 (off) or more")
-        require(0 < self.top_p <= 1, f"top_p is {self.top_p}; expected a share in (0, 1]")
-        require(0 <= self.seed < 2**63, f"seed is {self.seed}; expected 0 to 2**63 - 1")
         if self.greedy:
             for name, idle in (("temperature", 1.0), ("top_k", 0), ("top_p", 1.0), ("num_samples", 1)):
                 require(
@@ -134,14 +124,10 @@ class FillMaskConfig(InferenceConfig):
 
     text: tuple[str, ...] | None = field(default=None, metadata={"aliases": ("prompt",)})
     """Texts with [MASK] in them, each quoted; lines of standard input when not given."""
-    top_k: int = 5
+    top_k: Positive[int] = 5
     """Proposals for each mask."""
     json: bool = False
     """Print JSON lines."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "top_k")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,19 +137,18 @@ class PerplexityConfig(InferenceConfig):
     input: str = field(metadata={"aliases": ("data",)})
     """A file of text (packed or not; .jsonl: a document in each line, under the key 'text'), or the prefix of a
     .bin/.idx pair."""
-    window: int | None = None
+    window: Positive[int] | None = None
     """Tokens that the model sees at once; as many as it has positions when not given."""
-    stride: int | None = None
+    stride: Positive[int] | None = None
     """Tokens by which the window moves: each is predicted from at least window - stride tokens before it. Half the
     window when not given."""
-    max_tokens: int | None = None
+    max_tokens: Positive[int] | None = None
     """Stop after about this many tokens."""
     json: bool = False
     """Print JSON."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "window", "stride", "max_tokens")
         require(
             self.window is None or self.stride is None or self.stride <= self.window,
             f"stride {self.stride} is above window {self.window}, so tokens would be left out; lower it",
@@ -191,25 +176,25 @@ class FineTuneConfig(LoadConfig):
     """Batch sizes to try."""
     learning_rates: tuple[float, ...] = (1e-5, 3e-5, 5e-5, 8e-5)
     """Peak learning rates to try."""
-    seeds: int = 10
+    seeds: Positive[int] = 10
     """Runs of each setting, with the seeds 0, 1, ...; the median over them counts."""
-    epochs: float = 3.0
+    epochs: Positive[float] = 3.0
     """Passes over the training set."""
-    warmup_fraction: float = 0.1
+    warmup_fraction: Below1 = 0.1
     """Share of the steps in which the learning rate grows from 0."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative[float] = 0.01
     """Decoupled decay of all weights but biases and layer norms."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegative[float] = 1.0
     """Largest norm of the gradient; 0: no limit."""
-    dropout: float | None = None
+    dropout: Below1 | None = None
     """Dropout of activations and attention, in place of the model's own."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model; weights and optimizer are fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the runs train; auto: on all GPUs that are visible, if there are any."""
-    jobs: int = 1
+    jobs: Positive[int] = 1
     """Runs at a time on each GPU, or on the CPU, whose cores they share."""
-    eval_batch_size: int = 64
+    eval_batch_size: Positive[int] = 64
     """Examples that are evaluated together."""
     save_models: bool = False
     """At the end train the best run once more and keep its model, as a Hugging Face folder below models/."""
@@ -223,12 +208,6 @@ class FineTuneConfig(LoadConfig):
             require(len(values) > 0, f"{name} is empty; expected one or more")
             require(min(values) > 0, f"{name} holds {min(values)}; expected positive numbers")
             require(len(set(values)) == len(values), f"{name} holds a value twice; give each once")
-        require_positive(self, "seeds", "jobs", "eval_batch_size", "epochs")
-        require(0 <= self.warmup_fraction < 1, f"warmup_fraction is {self.warmup_fraction}; expected 0 to below 1")
-        require_not_negative(self, "weight_decay", "clip_grad")
-        require(
-            self.dropout is None or 0 <= self.dropout < 1, f"dropout is {self.dropout}; expected 0 to below 1, or none"
-        )
         for name in ("save_models", "submission"):
             require(
                 not (self.report_only and getattr(self, name, False)),
@@ -252,7 +231,7 @@ class GlueConfig(FineTuneConfig):
     nyu-mll/glue."""
     tasks: tuple[TaskName, ...] = TASK_NAMES
     """Which tasks."""
-    max_length: int = 128
+    max_length: Annotated[int, Bounds(lambda value: value >= 8, "8 or more")] = 128
     """Tokens of an example; longer ones are truncated. Batches are padded to their own longest."""
     quick: bool = False
     """A first look: one run for each task, of one epoch over at most 3,200 examples, evaluated on at most 1,000, unless
@@ -273,7 +252,6 @@ class GlueConfig(FineTuneConfig):
         super().__post_init__()
         require(len(self.tasks) > 0, "tasks is empty; expected one or more")
         require(len(set(self.tasks)) == len(self.tasks), "tasks holds a task twice; give each once")
-        require(self.max_length >= 8, f"max_length is {self.max_length}; expected 8 or more")
         require(
             self.mnli_model is None or bool(set(FROM_MNLI) & set(self.tasks)),
             "mnli_model is given, but none of RTE, MRPC and STS-B is among the tasks; leave it out",
@@ -292,22 +270,21 @@ class SquadConfig(FineTuneConfig):
     """Batch sizes to try."""
     learning_rates: tuple[float, ...] = (3e-5, 5e-5)
     """Peak learning rates to try."""
-    seeds: int = 5
+    seeds: Positive[int] = 5
     """Runs of each setting, with the seeds 0, 1, ...; the median over them counts."""
     max_length: int = 384
     """Tokens of question and context together; a longer context is divided into windows."""
-    doc_stride: int = 128
+    doc_stride: Positive[int] = 128
     """Tokens from the start of a window to that of the next."""
-    max_query_length: int = 64
+    max_query_length: Positive[int] = 64
     """Tokens of a question; longer ones are truncated."""
-    max_answer_length: int = 30
+    max_answer_length: Positive[int] = 30
     """Tokens of an answer at most."""
-    n_best: int = 20
+    n_best: Positive[int] = 20
     """Answers in the file of the n best for each question."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "doc_stride", "max_query_length", "max_answer_length", "n_best")
         require(
             self.max_length >= self.max_query_length + 16,
             f"max_length is {self.max_length}; expected 16 or more tokens beyond max_query_length"
@@ -320,7 +297,7 @@ InputFormat = Literal["auto", "jsonl", "text", "parquet", "huggingface"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextConfig:
+class TextConfig(Bounded):
     """Text, and where what is made of it goes."""
 
     input: tuple[str, ...]
@@ -339,10 +316,11 @@ class TextConfig:
     """huggingface: which split of the data set, such as train."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of each JSON object, or columns of each table, that hold text; each gives an output of its own."""
-    max_document_mb: int = 128
+    max_document_mb: Positive[int] = 128
     """Leave out documents that are longer; every process may need some gigabytes for a hundred megabytes in one."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.input), "input is empty; expected one or more files of text")
         if not self.output_prefix or self.output_prefix.endswith(os.sep):
             raise UserError(f"output_prefix is {self.output_prefix!r}; expected a folder and the start of a file name")
@@ -350,7 +328,6 @@ class TextConfig:
             raise UserError(f"json_keys is {self.json_keys}; expected one or more different names")
         if any("/" in key or "\0" in key for key in self.json_keys):
             raise UserError(f"json_keys is {self.json_keys}; expected names that can be part of a file name")
-        require_positive(self, "max_document_mb")
 
     def written_files(self) -> re.Pattern[str]:
         """Matches the absolute paths of what preprocessing writes under this output_prefix and these keys."""
@@ -381,13 +358,13 @@ class PreprocessConfig(TextConfig):
     """With split_sentences, leave the line breaks in and after sentences, which WordPiece ignores but others do not."""
     append_eod: bool = False
     """End each document with the end-of-document token, as GPT-2 needs."""
-    workers: int | None = None
+    workers: Positive[int] | None = None
     """Processes that tokenize; 1 works in the calling process. All cores, or 1 for little text, when not given."""
-    partitions: int | None = None
+    partitions: Positive[int] | None = None
     """Ignored; accepted for Megatron-LM's command lines, as one pass of any number of workers writes one output."""
-    log_interval: int = 10000
+    log_interval: Positive[int] = 10000
     """Documents between two progress lines, where the output is no terminal."""
-    checkpoint_seconds: float = 20.0
+    checkpoint_seconds: NotNegative[float] = 20.0
     """Seconds between two records of progress, from which an interrupted run goes on; 0 records after each piece."""
     resume: bool = True
     """Go on where an interrupted run with the same output stopped; otherwise what it did is thrown away."""
@@ -396,8 +373,6 @@ class PreprocessConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "workers", "partitions", "log_interval")
-        require_not_negative(self, "checkpoint_seconds")
         for name, value in (("lang", self.lang != "english"), ("keep_newlines", self.keep_newlines)):
             if value and not self.split_sentences:
                 raise UserError(f"{name} is set without split_sentences, so it has no effect; give both or neither")
@@ -413,25 +388,21 @@ class PreprocessConfig(TextConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorConfig:
+class DoctorConfig(Bounded):
     """Checks of the machines of a job."""
 
     shared_folder: Path = Path()
     """A folder that all nodes must share: the run's folder, or its parent."""
-    required_gigabytes: float = 1.0
+    required_gigabytes: NotNegative[float] = 1.0
     """Free space in GB that shared_folder must have; a checkpoint takes about 20 bytes per parameter and replica."""
-    expected_gpus: int | None = None
+    expected_gpus: NotNegative[int] | None = None
     """GPUs that every process must see at least; when not given, as many as the first process."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective library to measure; auto: nccl where every process has a GPU."""
     comm_backend: Literal["torch", "mpi"] = "torch"
     """Transport as in training; mpi measures the all-to-all over MPI."""
-    megabytes: float = 64.0
+    megabytes: Positive[float] = 64.0
     """Largest message that is measured, per process; slower networks get smaller ones."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: Positive[float] = 120.0
     """Seconds for the processes to find each other, and for each exchange; the command as a whole ends after three
     times as long."""
-
-    def __post_init__(self) -> None:
-        require_positive(self, "megabytes", "timeout_seconds")
-        require_not_negative(self, "required_gigabytes", "expected_gpus")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron01.errors import UserError, require, require_not_negative, require_positive, require_probability
+from megatron01.config.fields import Below1, Bounded, NotNegative, Positive
+from megatron01.errors import UserError, require
 
 # Which token files a run reads, and how much of each: the settings ``data_path`` and ``train_data_path`` in structure.
 #
@@ -76,7 +77,7 @@ TokenizerType = Literal[
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
+class DataConfig(Bounded):
     """Text, tokenizer and sequence length."""
 
     data_path: tuple[str, ...] | None = None
@@ -90,7 +91,7 @@ class DataConfig:
     """With train_data_path: pairs for the test after training."""
     split: str = "969,30,1"
     """Relative sizes of the training, validation and test splits of data_path."""
-    seq_length: int = 512
+    seq_length: Positive[int] = 512
     """Tokens in one training sequence."""
     tokenizer_type: TokenizerType = "GPT2BPETokenizer"
     """How text was turned into tokens."""
@@ -100,7 +101,7 @@ class DataConfig:
     """merges.txt for GPT2BPETokenizer."""
     tokenizer_model: str | None = None
     """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
-    num_workers: int = 1
+    num_workers: NotNegative[int] = 1
     """Processes that prepare batches beside each replica; 0 prepares them in the training process."""
     data_cache_path: str | None = None
     """Folder for the sample indices; a folder named 'cache' beside the data when not given."""
@@ -108,6 +109,7 @@ class DataConfig:
     """Build the sample indices of all splits, show what they hold, and stop without training."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
             paths = getattr(self, name)
             assert not isinstance(paths, str), f"{name} is a tuple of texts"
@@ -122,8 +124,6 @@ class DataConfig:
                 getattr(self, name) is None or self.train_data_path is not None,
                 f"{name} is given without train_data_path; give that in place of data_path",
             )
-        require_positive(self, "seq_length")
-        require_not_negative(self, "num_workers")
         self.split_weights()
 
     def split_weights(self) -> tuple[float, float, float]:
@@ -166,14 +166,9 @@ class BertDataConfig(DataConfig):
     """Sentence task beside masked tokens: sentence order (Megatron), next sentence (original BERT), or none."""
     masking: Literal["whole_word_ngram", "token"] = "whole_word_ngram"
     """Mask whole-word n-grams (Megatron) or single tokens (original BERT)."""
-    mask_prob: float = 0.15
+    mask_prob: Below1 = 0.15
     """Share of the tokens that is masked."""
-    short_seq_prob: float = 0.1
+    short_seq_prob: Below1 = 0.1
     """Share of the samples that aim at a shorter sequence."""
-    max_predictions_per_seq: int | None = None
+    max_predictions_per_seq: Positive[int] | None = None
     """Upper bound of masked tokens in a sequence (20 at length 128 and 80 at 512 in the original recipe)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_probability(self, "mask_prob", "short_seq_prob")
-        require_positive(self, "max_predictions_per_seq")

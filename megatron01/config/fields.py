@@ -19,14 +19,55 @@ import itertools
 import math
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from megatron01.errors import UserError, nearest
+from megatron01.errors import UserError, nearest, require
 
 ConfigT = TypeVar("ConfigT")
+NumberT = TypeVar("NumberT", int, float)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The values that a setting may take, in the annotation of its type: ``Annotated[int, Bounds(...)]``."""
+
+    allow: Callable[[float], bool]
+    expected: str
+    """In words, for the message."""
+
+
+Positive = Annotated[NumberT, Bounds(lambda value: value > 0, "a positive number")]
+NotNegative = Annotated[NumberT, Bounds(lambda value: value >= 0, "0 or more")]
+ZeroIsOff = Annotated[NumberT, Bounds(lambda value: value >= 0, "0 (off) or more")]
+Below1 = Annotated[float, Bounds(lambda value: 0 <= value < 1, "a number in [0, 1)")]
+UpTo1 = Annotated[float, Bounds(lambda value: 0 < value <= 1, "a number in (0, 1]")]
+
+
+class Bounded:
+    """Base class of configuration classes that checks their values against ``Bounds``; None is always allowed."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a value out of bounds."""
+        own_class: Any = type(self)
+        for name, bounds in _bounds(own_class).items():
+            value = getattr(self, name)
+            require(value is None or bounds.allow(value), f"{name} is {value}; expected {bounds.expected}")
+
+
+@functools.cache
+def _bounds(config_class: type) -> dict[str, Bounds]:
+    hints = get_type_hints(config_class, include_extras=True)
+    return {
+        name: bounds
+        for name, hint in hints.items()
+        for part in (hint, *get_args(hint))  # the type itself, or what is beside None
+        for bounds in getattr(part, "__metadata__", ())
+        if isinstance(bounds, Bounds)
+    }
+
 
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")

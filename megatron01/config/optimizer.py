@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Annotated, Literal
 
+from megatron01.config.fields import Below1, Bounded, Bounds, NotNegative, Positive, UpTo1, ZeroIsOff
 from megatron01.config.registry import EXPECTED, OPTIMIZERS, find_optimizer, optimizers, own_arguments
-from megatron01.errors import require, require_not_negative, require_positive, require_probability
+from megatron01.errors import require
 
 FusedKernels = Literal["torch", "apex", "auto"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
@@ -26,7 +27,7 @@ def default_bucket_elements(num_elements: int, *, on_gpu: bool) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Bounded):
     """Optimizer, learning-rate schedule and the 1-bit exchange."""
 
     optimizer: str = field(default="zero_one_adam", metadata={"names": OPTIMIZERS, "expected": EXPECTED})
@@ -38,45 +39,45 @@ class OptimizerConfig:
     auto: bool = False
     """When a run begins, measure its compute time and the network, and set optimizer (adam or zero_one_adam),
     sync_policy, max_sync_interval and bucket_elements to what is fastest; a resumed run keeps them."""
-    lr: float = 1e-4
+    lr: NotNegative[float] = 1e-4
     """Peak learning rate."""
     min_lr: float = 0.0
     """The learning rate never decays below this."""
     lr_decay_style: LRDecayStyle = "linear"
     """Shape of the decay after the warm-up."""
-    lr_decay_iters: int | None = None
+    lr_decay_iters: Positive[int] | None = None
     """Step at which the decay ends; train_iters when not given."""
-    lr_warmup_iters: int | None = None
+    lr_warmup_iters: NotNegative[int] | None = None
     """Steps of linear warm-up; 0 when neither this nor the fraction is given."""
-    lr_warmup_fraction: float | None = None
+    lr_warmup_fraction: Below1 | None = None
     """Warm-up as a fraction of the decay steps; give this or lr_warmup_iters."""
     lr_warmup_init: float = 0.0
     """Learning rate of the first warm-up step."""
-    lr_decay_rate: float = 0.99
+    lr_decay_rate: Positive[float] = 0.99
     """exponential: factor on the learning rate every lr_decay_interval steps."""
-    lr_decay_interval: int = 520
+    lr_decay_interval: Positive[int] = 520
     """exponential: steps between two multiplications by lr_decay_rate."""
-    lr_wsd_decay_iters: int | None = None
+    lr_wsd_decay_iters: Positive[int] | None = None
     """WSD: steps of the final decay; a tenth of the decay steps when not given."""
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     """WSD: shape of the final decay."""
-    adam_beta1: float = 0.9
+    adam_beta1: Below1 = 0.9
     """Decay rate of the momentum per step."""
-    adam_beta2: float = 0.999
+    adam_beta2: Below1 = 0.999
     """Decay rate of the second moment per step."""
-    adam_eps: float = 1e-8
+    adam_eps: Positive[float] = 1e-8
     """Added to the square root of the second moment in the denominator."""
-    weight_decay: float = 0.01
+    weight_decay: NotNegative[float] = 0.01
     """Decoupled weight decay of matrices and embeddings; biases and norms have none."""
-    clip_grad: float = 1.0
+    clip_grad: ZeroIsOff[float] = 1.0
     """Largest global norm of the gradient; 0 turns clipping off."""
     clip_grad_by: Literal["mean", "local"] = "mean"
     """Norm to clip by. mean: of the mean gradient, estimated at steps that do not average gradients. local: each
     replica's own there, which is larger by up to the square root of the number of replicas, so steps get shorter."""
-    variance_kappa: int = 16
+    variance_kappa: Positive[int] = 16
     """zero_one_adam: the steps from one refresh of the second moment (a full step) to the next double after every this
     many refreshes. Larger: more full steps."""
-    variance_freeze_step: int | None = None
+    variance_freeze_step: Positive[int] | None = None
     """zero_one_adam: step from which the second moment is frozen (no more full steps). When not given: the first step
     whose synchronization interval is longer than right after the warm-up."""
     momentum_bias_correction: bool = True
@@ -86,13 +87,13 @@ class OptimizerConfig:
     variance_decay: Literal["elapsed", "per_refresh"] = "elapsed"
     """zero_one_adam: decay of the second moment at a refresh. elapsed: beta2 to the power of the steps since the last
     one; per_refresh: beta2, as published, which forgets early training too slowly."""
-    variance_decay_floor: float = 0.9
+    variance_decay_floor: Below1 = 0.9
     """variance_decay elapsed: smallest decay at a refresh, so that one gradient never makes up most of the second
     moment."""
-    freeze_step: int | None = None
+    freeze_step: Positive[int] | None = None
     """one_bit_adam: step from which the second moment is frozen and all steps are 1-bit. When not given: after the
     warm-up, once freeze_ratio holds."""
-    freeze_ratio: float = 0.96
+    freeze_ratio: UpTo1 = 0.96
     """one_bit_adam without freeze_step: freeze the second moment once its L1 norm 1 / (1 - beta2) steps ago was at
     least this fraction of the present one (0.96 as published)."""
     soft_sign_max: bool = False
@@ -100,22 +101,22 @@ class OptimizerConfig:
     sync_policy: str = "schedule:2"
     """zero_one_adam: when replicas synchronize. schedule: intervals grow as the learning rate decays (as published);
     schedule:K: K times as long after the warm-up; every: each step; constant:K; doubling:START,PERIOD."""
-    max_sync_interval: int = 16
+    max_sync_interval: Positive[int] = 16
     """zero_one_adam: largest number of steps between two synchronizations."""
-    local_scale: float = 0.5
+    local_scale: Annotated[float, Bounds(lambda value: 0 <= value <= 1, "a share in [0, 1]")] = 0.5
     """zero_one_adam: fraction of its accumulated step that a replica applies to its weights between synchronizations. A
     half estimates the mean step best; 1 as published."""
     block_size: int = 1024
     """Elements of a quantization block, which share one scale; a power of two. Smaller blocks had higher losses."""
     compressor: Literal["one_bit", "none"] = "one_bit"
     """one_bit: signs and a scale per block, with error feedback; none: full precision, for comparison."""
-    dead_threshold: float = 1e-3
+    dead_threshold: Below1 = 1e-3
     """Elements whose root second moment is below this fraction of their block's mean are left out of 1-bit exchanges:
     1e-3 leaves out those whose gradient is only rounding noise."""
-    step_bound: float | None = None
+    step_bound: Annotated[float, Bounds(lambda value: value >= 0, "0 (no bound) or more")] | None = None
     """Largest change of a weight per step, in learning rates; 0: no bound. When not given: 1 for zero_one_adam, 3 for
     one_bit_adam; Adam's own bound is 7.3."""
-    bucket_elements: int | None = None
+    bucket_elements: Positive[int] | None = None
     """Elements of a bucket: one is sent while the next is quantized. Fewer and larger buckets cost fewer kernel
     launches, but overlap less. When not given: 4 Mi on CPUs; an eighth of the model on GPUs, 4 Mi to 64 Mi."""
     overlap_exchange: bool = True
@@ -124,7 +125,7 @@ class OptimizerConfig:
     delay_synchronization: bool = False
     """zero_one_adam, one_bit_adam: apply the result of a 1-bit exchange one step later, so that it overlaps with that
     step's computation."""
-    watch_interval: int = 16
+    watch_interval: ZeroIsOff[int] = 16
     """1-bit exchanges between two measurements of the quantization error (compression_error, error_feedback_ratio in
     the metrics), each an extra pass over the buffers; 0 turns them off."""
     gradient_wire_dtype: Literal["auto", "fp32", "bf16", "fp16", "8bit", "4bit"] = "auto"
@@ -136,25 +137,8 @@ class OptimizerConfig:
     """adam: torch's fused AdamW, or that of NVIDIA's apex; auto: apex where it works."""
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "lr", "lr_warmup_iters", "weight_decay")
-        require(0 <= self.min_lr <= max(self.lr, 0.0), f"min_lr is {self.min_lr}; expected 0 to lr ({self.lr})")
-        require_positive(
-            self,
-            "lr_decay_iters",
-            "lr_wsd_decay_iters",
-            "lr_decay_interval",
-            "adam_eps",
-            "variance_kappa",
-            "variance_freeze_step",
-            "freeze_step",
-            "max_sync_interval",
-            "lr_decay_rate",
-            "bucket_elements",
-        )
-        bound = self.step_bound
-        require(bound is None or bound >= 0, f"step_bound is {bound}; expected 0 (no bound) or more")
-        require_probability(self, "adam_beta1", "adam_beta2", "variance_decay_floor", "dead_threshold")
-        require(0 <= self.local_scale <= 1, f"local_scale is {self.local_scale}; expected a share in [0, 1]")
+        super().__post_init__()
+        require(0 <= self.min_lr <= self.lr, f"min_lr is {self.min_lr}; expected 0 to lr ({self.lr})")
         own_settings = find_optimizer(self.optimizer).own_settings
         defaults = {setting.name: setting.default for setting in fields(self)}
         for name, spec in optimizers().items():
@@ -165,17 +149,10 @@ class OptimizerConfig:
                     f" {self.optimizer}; leave one of them out",
                 )
         own_arguments(self)
-        require(self.clip_grad >= 0, f"clip_grad is {self.clip_grad}; expected 0 (off) or more")
         require(
             self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
             "lr_warmup_iters and lr_warmup_fraction are both given; give one of them",
         )
-        require(
-            self.lr_warmup_fraction is None or 0 <= self.lr_warmup_fraction < 1,
-            f"lr_warmup_fraction is {self.lr_warmup_fraction}; expected a share in [0, 1)",
-        )
-        require(0 < self.freeze_ratio <= 1, f"freeze_ratio is {self.freeze_ratio}; expected a share in (0, 1]")
-        require(self.watch_interval >= 0, f"watch_interval is {self.watch_interval}; expected 0 (never) or more")
 
     def bucket_size(self, num_elements: int, *, on_gpu: bool) -> int:
         """Elements of a bucket, for a buffer of ``num_elements``."""

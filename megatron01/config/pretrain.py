@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig
+from megatron01.config.fields import Below1, Bounded, Bounds, NotNegative, Positive, ZeroIsOff
 from megatron01.config.optimizer import FusedKernels, OptimizerConfig
 from megatron01.config.registry import baseline, find_optimizer, optimizers
-from megatron01.errors import require, require_not_negative, require_positive, require_probability
+from megatron01.errors import require
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Recomputation = Literal["none", "full", "selective"]
+_Above1 = Annotated[float, Bounds(lambda value: value > 1, "a factor above 1, or none")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Bounded):
     """Shape of the transformer."""
 
-    num_layers: int = 12
+    num_layers: Positive[int] = 12
     """Number of transformer layers."""
-    hidden_size: int = 768
+    hidden_size: Positive[int] = 768
     """Width of the residual stream."""
-    num_attention_heads: int = 12
+    num_attention_heads: Positive[int] = 12
     """Attention heads; must divide the hidden size."""
-    ffn_hidden_size: int | None = None
+    ffn_hidden_size: Positive[int] | None = None
     """Width of the MLP's hidden layer; 4 x hidden size when not given."""
-    max_position_embeddings: int = 1024
+    max_position_embeddings: Positive[int] = 1024
     """Rows of the learned position table; at least the sequence length."""
-    layernorm_epsilon: float = 1e-5
+    layernorm_epsilon: Positive[float] = 1e-5
     """Added to the variance inside every layer norm."""
-    init_method_std: float = 0.02
+    init_method_std: Positive[float] = 0.02
     """Standard deviation of the initial weights; output projections use std / sqrt(2 x layers)."""
-    hidden_dropout: float = 0.1
+    hidden_dropout: Below1 = 0.1
     """Dropout on embeddings and on the output of attention and MLP."""
-    attention_dropout: float = 0.1
+    attention_dropout: Below1 = 0.1
     """Dropout on attention probabilities."""
-    make_vocab_size_divisible_by: int = 128
+    make_vocab_size_divisible_by: Positive[int] = 128
     """The vocabulary is padded to a multiple of this."""
     recompute_activations: Recomputation = "none"
     """Activation recomputation: the backward pass recomputes, to save memory, whole layers from their inputs (full), or
@@ -48,18 +50,7 @@ class ModelConfig:
     """Layer norms of torch, or the fused ones of NVIDIA's apex; auto: apex where it works."""
 
     def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "ffn_hidden_size",
-            "max_position_embeddings",
-            "layernorm_epsilon",
-            "init_method_std",
-            "make_vocab_size_divisible_by",
-        )
-        require_probability(self, "hidden_dropout", "attention_dropout")
+        super().__post_init__()
         require(
             self.hidden_size % self.num_attention_heads == 0,
             f"hidden_size {self.hidden_size} is not divisible by num_attention_heads {self.num_attention_heads}",
@@ -79,27 +70,27 @@ class GPTModelConfig(ModelConfig):
 class BertModelConfig(ModelConfig):
     """Shape of the BERT encoder."""
 
-    max_position_embeddings: int = 512
+    max_position_embeddings: Positive[int] = 512
     """Rows of the learned position table; at least the sequence length."""
-    layernorm_epsilon: float = 1e-12
+    layernorm_epsilon: Positive[float] = 1e-12
     """Added to the variance inside every layer norm."""
     norm_placement: Literal["post", "pre"] = "post"
     """Layer norm after each residual sum (original BERT) or before each sublayer (Megatron's BERT)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Bounded):
     """Batches, precision, duration and evaluation."""
 
-    micro_batch_size: int = 4
+    micro_batch_size: Positive[int] = 4
     """Sequences in one forward and backward pass of one replica."""
-    global_batch_size: int | None = None
+    global_batch_size: Positive[int] | None = None
     """Sequences in one step over all replicas; micro_batch_size x replicas when not given."""
-    train_iters: int = 1000
+    train_iters: Positive[int] = 1000
     """Steps to train."""
-    exit_duration_in_mins: float | None = None
+    exit_duration_in_mins: Positive[float] | None = None
     """Stop after this many minutes, with a checkpoint."""
-    stopped_exit_code: int = 0
+    stopped_exit_code: Annotated[int, Bounds(lambda value: 0 <= value <= 255, "a status from 0 to 255")] = 0
     """Exit status of a run that a signal or exit_duration_in_mins stopped early; such as 75 for launchers that requeue
     by it."""
     precision: Precision = "fp32"
@@ -108,48 +99,26 @@ class TrainingConfig:
     """fp32 on GPUs: matrix products in TF32 (10 bits of mantissa in place of 23), several times as fast."""
     accumulate_grads_in_fp32: bool = True
     """Accumulate the gradients of several micro-batches in fp32 when the model's weights are 16-bit."""
-    initial_loss_scale: float = 2.0**16
+    initial_loss_scale: Positive[float] = 2.0**16
     """fp16: initial loss scale."""
-    min_loss_scale: float = 1.0
+    min_loss_scale: Positive[float] = 1.0
     """fp16: smallest loss scale."""
-    loss_scale_window: int = 1000
+    loss_scale_window: Positive[int] = 1000
     """fp16: steps in a row without overflow after which the loss scale doubles."""
-    hysteresis: int = 2
+    hysteresis: Positive[int] = 2
     """fp16: overflows until the loss scale halves; further ones halve it each, until it has doubled again."""
-    loss_scale: float | None = None
+    loss_scale: Positive[float] | None = None
     """fp16: constant loss scale in place of the dynamic one."""
-    max_skipped_steps: int = 50
+    max_skipped_steps: Positive[int] = 50
     """Steps skipped in a row for gradients that are not finite (in fp16, overflow) after which the run stops."""
-    eval_interval: int = 100
+    eval_interval: Positive[int] = 100
     """Steps between two evaluations on held-out text."""
-    eval_iters: int = 10
+    eval_iters: NotNegative[int] = 10
     """Batches of one evaluation; 0 turns evaluation off."""
-    seed: int = 1234
+    seed: Annotated[int, Bounds(lambda value: 0 <= value < 2**31, "0 to 2**31 - 1")] = 1234
     """Seed of the initial weights, the data order and dropout."""
     deterministic: bool = False
     """Use only torch's deterministic kernels; some are slower on a GPU."""
-
-    def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "micro_batch_size",
-            "global_batch_size",
-            "train_iters",
-            "exit_duration_in_mins",
-            "initial_loss_scale",
-            "min_loss_scale",
-            "loss_scale_window",
-            "hysteresis",
-            "loss_scale",
-            "max_skipped_steps",
-            "eval_interval",
-        )
-        require(
-            0 <= self.stopped_exit_code <= 255,
-            f"stopped_exit_code is {self.stopped_exit_code}; expected a status from 0 to 255",
-        )
-        require_not_negative(self, "eval_iters")
-        require(0 <= self.seed < 2**31, f"seed is {self.seed}; expected 0 to 2**31 - 1")
 
     def resolved_global_batch_size(self, num_replicas: int) -> int:
         """Sequences in one step over all replicas.
@@ -173,33 +142,26 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HealthConfig:
+class HealthConfig(Bounded):
     """Health checks while training, and what they do."""
 
-    check_replicas_interval: int = 1000
+    check_replicas_interval: ZeroIsOff[int] = 1000
     """Steps between two comparisons of the replicated state (master weights, second moments) over all replicas; 0 turns
     them off."""
-    loss_spike_factor: float | None = 1.5
+    loss_spike_factor: _Above1 | None = 1.5
     """A training loss (mean of log_interval steps) above this many times the mean of the last 20 such is a loss spike;
     none turns the check off."""
     on_loss_spike: Literal["warn", "roll_back", "stop"] = "warn"
     """roll_back: resume from the last checkpoint before the spike, and defer the samples since then to the end of
     training; also when gradients are not finite for max_skipped_steps steps."""
-    max_roll_backs: int = 3
+    max_roll_backs: Positive[int] = 3
     """Roll-backs of one start of the run after which it stops."""
-    straggler_factor: float | None = 1.5
+    straggler_factor: _Above1 | None = 1.5
     """Warn of a rank whose data loading and forward pass take this many times the median's time in five lines of
     metrics in a row; none turns the check off."""
 
     def __post_init__(self) -> None:
-        require(
-            self.check_replicas_interval >= 0,
-            f"check_replicas_interval is {self.check_replicas_interval}; expected 0 (off) or more",
-        )
-        for name in ("loss_spike_factor", "straggler_factor"):
-            value = getattr(self, name)
-            require(value is None or value > 1, f"{name} is {value}; expected a factor above 1, or none")
-        require_positive(self, "max_roll_backs")
+        super().__post_init__()
         require(
             self.on_loss_spike != "roll_back" or self.loss_spike_factor is not None,
             "on_loss_spike is roll_back, but loss_spike_factor is none; give a factor above 1",
@@ -207,12 +169,12 @@ class HealthConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Bounded):
     """Where checkpoints are written and read."""
 
     save: str | None = None
     """Folder for checkpoints; nothing is saved when not given."""
-    save_interval: int = 1000
+    save_interval: Positive[int] = 1000
     """Steps between two checkpoints; the last step is always saved."""
     async_save: bool = False
     """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
@@ -223,13 +185,13 @@ class CheckpointConfig:
     optimizer state and step count start anew."""
     on_damaged_checkpoint: Literal["older", "stop"] = "older"
     """older: skip a damaged checkpoint and resume from the newest intact one; stop: end with an error."""
-    keep_last: int | None = None
+    keep_last: Positive[int] | None = None
     """Number of newest checkpoints to keep; all when not given."""
-    keep_every: int | None = None
+    keep_every: Positive[int] | None = None
     """With keep_last: also keep the checkpoints of iterations that are multiples of this."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "save_interval", "keep_last", "keep_every")
+        super().__post_init__()
         require(
             self.keep_every is None or self.keep_last is not None,
             f"keep_every is {self.keep_every} but keep_last is not given, so every checkpoint is kept; give keep_last",
@@ -238,12 +200,12 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Bounded):
     """What is written about the run, and where."""
 
     run_dir: str = "runs/default"
     """Folder of the run: metrics.jsonl, config.yaml, revision and package versions."""
-    log_interval: int = 10
+    log_interval: Positive[int] = 10
     """Steps between two lines on the console and in metrics.jsonl."""
     tensorboard: bool = False
     """Write TensorBoard events into the run's folder."""
@@ -255,16 +217,16 @@ class LoggingConfig:
     """offline writes a folder that 'wandb sync' accepts."""
     wandb_checkpoints: bool = False
     """Log each checkpoint to wandb as an artifact; its files are copied."""
-    peak_tflops: float | None = None
+    peak_tflops: Positive[float] | None = None
     """Peak TFLOPS of one process's processor, for MFU; not needed for the GPUs that are known."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "log_interval", "peak_tflops")
+        super().__post_init__()
         require(bool(self.run_dir), "run_dir is empty; expected a folder")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistributedConfig:
+class DistributedConfig(Bounded):
     """Processes and communication."""
 
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -272,9 +234,9 @@ class DistributedConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where replicas compute; auto: on GPUs with nccl, on CPUs with gloo. With cuda and gloo, processes of a node may
     share a GPU, and exchanges go through host memory."""
-    distributed_timeout_minutes: float = 10.0
+    distributed_timeout_minutes: Positive[float] = 10.0
     """Minutes after which a collective that has not finished ends the run."""
-    threads_per_replica: int | None = None
+    threads_per_replica: Positive[int] | None = None
     """CPU threads of one process; when not given, the machine's cores divided by its processes."""
     comm_backend: Literal["torch", "mpi"] = "torch"
     """Transport of the exchanges: torch (distributed_backend) or MPI (mpi4py; start with mpirun)."""
@@ -290,13 +252,13 @@ class DistributedConfig:
     hierarchical: Literal["auto", "on", "off"] = "auto"
     """Hierarchical all-reduce: 16 bits inside a node, 1 bit between nodes. auto: on with several nodes of several
     processes each."""
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: Positive[int] = 1
     """Tensor parallelism: processes of a node that hold one replica together, each a shard of every layer."""
     sequence_parallel: bool = False
     """With tensor_model_parallel_size: norms and dropout work on a slice of each sequence, which saves memory."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "distributed_timeout_minutes", "threads_per_replica", "tensor_model_parallel_size")
+        super().__post_init__()
         require(
             self.device != "cpu" or self.distributed_backend != "nccl",
             "device is cpu, but distributed_backend is nccl, which moves GPU memory alone; give --distributed-backend"

@@ -8,7 +8,8 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron01.config import Precision
-from megatron01.errors import UserError, nearest, require, require_not_negative, require_positive
+from megatron01.config.fields import Below1, Bounded, NotNegative, Positive, UpTo1
+from megatron01.errors import UserError, nearest, require
 
 if TYPE_CHECKING:
     import torch
@@ -92,42 +93,38 @@ CPU = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(Bounded):
     """The machines that a run is planned for."""
 
     nodes: tuple[int, ...] = (4,)
     """Nodes; several numbers are planned one after the other."""
-    processes_per_node: int = 8
+    processes_per_node: Positive[int] = 8
     """Replicas of a node, one for each GPU."""
     gpu: str = "a100"
     """Kind of GPU: a100, h100, v100 and others; or cpu, for which --compute-seconds must be given."""
-    mfu: float = 0.4
+    mfu: UpTo1 = 0.4
     """Share of the GPU's peak that forward and backward passes reach without communication."""
-    compute_seconds: float | None = None
+    compute_seconds: Positive[float] | None = None
     """Measured seconds of a forward and backward pass of one micro-batch, in place of what mfu and the GPU give."""
-    link_gbits: float = 10.0
+    link_gbits: Positive[float] = 10.0
     """10^9 bits a second that a node can send, and receive, as measured (iperf3), not as printed on the card."""
-    link_latency_us: float = 30.0
+    link_latency_us: NotNegative[float] = 30.0
     """Microseconds that a message takes from node to node, software included."""
-    inside_gbytes: float | None = None
+    inside_gbytes: Positive[float] | None = None
     """10^9 bytes a second that a process can send to others of its node; the GPU's own when not given."""
-    memory_gbytes_per_second: float | None = None
+    memory_gbytes_per_second: Positive[float] | None = None
     """10^9 bytes a second that a processor's memory delivers; the GPU's own when not given."""
-    jitter: float = 0.0
+    jitter: Below1 = 0.0
     """Standard deviation of a replica's compute time from step to step, as a share of it."""
-    price: float | None = None
+    price: NotNegative[float] | None = None
     """Price of one GPU for an hour."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(min(self.nodes, default=0) >= 1, f"nodes is {self.nodes}; expected 1 or more")
-        require(self.processes_per_node >= 1, f"processes_per_node is {self.processes_per_node}; expected 1 or more")
         if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
             known = [*GPUS, CPU]
             raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu, known)}")
-        require(0 < self.mfu <= 1, f"mfu is {self.mfu}; expected a share in (0, 1]")
-        require_positive(self, "compute_seconds", "inside_gbytes", "memory_gbytes_per_second", "link_gbits")
-        require_not_negative(self, "link_latency_us", "price")
-        require(0 <= self.jitter < 1, f"jitter is {self.jitter}; expected a share in [0, 1)")
         require(
             self.gpu.lower() != CPU or self.compute_seconds is not None,
             "gpu is cpu, whose speed is not known; give --compute-seconds",

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from megatron01.config import TokenizerType
 from megatron01.config.command_line import Command, dispatch, parse
 from megatron01.config.commands import PreprocessConfig
+from megatron01.config.fields import Bounded, NotNegative
 from megatron01.data.indexed import (
     IndexedDataset,
     Origin,
@@ -29,7 +30,7 @@ from megatron01.data.indexed import (
 )
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
-from megatron01.errors import UserError, require_not_negative
+from megatron01.errors import UserError
 from megatron01.utils.files import SHIPPED, write_atomically
 
 ConfigT = TypeVar("ConfigT")
@@ -48,14 +49,14 @@ class MergeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig:
+class InspectConfig(Bounded):
     """Show what token files hold."""
 
     input: tuple[str, ...]
     """Paths of .bin/.idx pairs; their extensions may stay, so that patterns such as data/*.idx do."""
-    documents: int = 3
+    documents: NotNegative[int] = 3
     """How many of the first documents are shown."""
-    tokens: int = 64
+    tokens: NotNegative[int] = 64
     """How many tokens of each of them are shown."""
     tokenizer_type: TokenizerType | None = None
     """The tokenizer with which the files were made, to show text instead of token ids."""
@@ -67,7 +68,7 @@ class InspectConfig:
     """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
 
     def __post_init__(self) -> None:
-        require_not_negative(self, "documents", "tokens")
+        super().__post_init__()
         if self.tokenizer_type is None and (self.vocab_file or self.merge_file or self.tokenizer_model):
             raise UserError("a vocabulary is given without tokenizer_type; give both or neither")
 

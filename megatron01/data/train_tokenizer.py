@@ -17,6 +17,7 @@ from tokenizers import pre_tokenizers, trainers
 
 from megatron01.config import TokenizerType
 from megatron01.config.commands import PreprocessConfig, TextConfig
+from megatron01.config.fields import Positive, UpTo1
 from megatron01.data.preprocessing.corpus import Position, read_chunks
 from megatron01.data.preprocessing.documents import decode_chunk
 from megatron01.data.preprocessing.inputs import resolve_inputs
@@ -29,7 +30,7 @@ from megatron01.data.tokenizers import (
     import_sentencepiece,
     wordpiece_backend,
 )
-from megatron01.errors import UserError, require, require_positive
+from megatron01.errors import UserError
 from megatron01.utils.files import write_atomically
 
 _MEGABYTES_PER_LINE = 200  # (million characters) of text between two lines of progress
@@ -44,21 +45,16 @@ class TrainTokenizerConfig(TextConfig):
     tokenizer_type: TokenizerType
     """For which type: WordPiece (BertWordPiece...), byte-level BPE (GPT2BPETokenizer, or HuggingFaceTokenizer as one
     tokenizer.json), or SentencePieceTokenizer."""
-    vocab_size: int = 30522
+    vocab_size: Positive[int] = 30522
     """Entries of the vocabulary, special tokens included; some fewer if the text does not hold as many."""
-    alphabet_size: int = 1000
+    alphabet_size: Positive[int] = 1000
     """WordPiece: most different characters; text with rarer ones becomes [UNK]."""
     sentencepiece_type: Literal["unigram", "bpe"] = "unigram"
     """SentencePiece: how text is cut."""
-    sample: float = 1.0
+    sample: UpTo1 = 1.0
     """Share of the documents to learn from, taken evenly; some gigabytes of text are plenty."""
     json_keys: tuple[str, ...] = ("text",)
     """Keys of each JSON object, or columns of each table, that hold text."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_positive(self, "vocab_size", "alphabet_size")
-        require(0 < self.sample <= 1, f"sample is {self.sample}; expected a share above 0 and up to 1")
 
 
 _FILES: dict[TokenizerType, dict[str, str]] = {

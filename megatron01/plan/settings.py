@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
+from megatron01.config.fields import Bounded, Bounds
 from megatron01.cost.cluster import ClusterConfig
-from megatron01.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(Bounded):
     """What is planned for, and how it is shown."""
 
-    replicas: int = 8
+    replicas: Annotated[int, Bounds(lambda value: value >= 2, "2 or more: one alone sends nothing")] = 8
     """Replicas among which the work is shared."""
     json: bool = False
     """Print JSON in place of text."""
@@ -24,10 +25,6 @@ class PlanConfig:
     """Draw the plan into this .png or .svg file."""
     published: bool = False
     """Show the published experiments beside the published figures; other settings than --replicas do not apply."""
-
-    def __post_init__(self) -> None:
-        if self.replicas < 2:
-            raise UserError(f"replicas is {self.replicas}; expected 2 or more: one alone sends nothing")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.config.command_line import parse
-from megatron01.config.fields import Settings
+from megatron01.config.fields import Bounded, Bounds, NotNegative, Positive, Settings
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
 from tests.unit.cli.configurations import Config, Flat
@@ -32,6 +33,32 @@ def files(tmp_path: Path) -> tuple[str, str]:
     first.write_text("shape: {num_layers: 3, width: 9}\nwork: {lr: 0.5, keys: [a, b]}\n")
     second.write_text("work:\n  lr: 1e-4\n  fast: true\n")
     return str(first), str(second)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room(Bounded):
+    """A room."""
+
+    size: Positive[float] = 1.0
+    """Square metres."""
+    doors: NotNegative[int] | None = None
+    """How many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hall(Room):
+    """A large room."""
+
+    size: Annotated[float, Bounds(lambda value: value >= 100, "100 or more")] = 200.0
+    """Square metres."""
+
+
+def test_bounds_stand_in_the_annotations_and_those_of_a_subclass_replace_them() -> None:
+    assert read("--size", "0.5", "--doors", "0", config_class=Room) == Room(size=0.5, doors=0)
+    assert fails("--size", "0", config_class=Room) == "size is 0.0; expected a positive number"
+    assert fails("--doors", "-1", config_class=Room) == "doors is -1; expected 0 or more"
+    assert fails("--size", "5", config_class=Hall) == "size is 5.0; expected 100 or more"
+    assert fails("--doors", "-1", config_class=Hall) == "doors is -1; expected 0 or more"
 
 
 def test_without_arguments_the_defaults_hold() -> None:
