@@ -301,7 +301,7 @@ class Trainer:
                 batches = self._roll_back(str(error))
                 continue
             self.recorder.step_done(self.iteration)
-            self._look_at_folders(stop)
+            self._check_ownership(stop)
             is_last = self.iteration == training.train_iters
             reason = consensus.after_step()
             if self._is_due(config.health.check_replicas_interval):
@@ -311,9 +311,9 @@ class Trainer:
                 eval_loss = self.evaluate(self.data.datasets.valid, consensus)
                 reason = reason or (consensus.now() if eval_loss is None else None)
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
-                trouble = self._write_line(eval_loss)
-                if trouble is not None and config.health.on_loss_spike != "warn":
-                    batches = self._roll_back(trouble)
+                loss_spike = self._write_line(eval_loss)
+                if loss_spike is not None and config.health.on_loss_spike != "warn":
+                    batches = self._roll_back(loss_spike)
                     continue
             if is_last or reason is not None:
                 self.save()
@@ -408,7 +408,7 @@ class Trainer:
             "the checkpoint to continue from": str(start),
         }
 
-    def _look_at_folders(self, stop: StopRequest) -> None:
+    def _check_ownership(self, stop: StopRequest) -> None:
         """If the job has lost ownership of a folder: stop with a checkpoint, or without ``--save`` warn and go on."""
         lost = self.folders.lost
         if lost is None or self._has_lost_folder:
@@ -423,7 +423,7 @@ class Trainer:
         return interval > 0 and self.iteration % interval == 0
 
     def _write_line(self, eval_loss: float | None) -> str | None:
-        """Write a line of metrics and warnings; returns what is wrong with the loss, or None."""
+        """Write a line of metrics and warnings; returns a message on a loss spike, or None."""
         metrics = self.meter.line(
             iteration=self.iteration,
             consumed_samples=self.consumed_samples,
@@ -440,10 +440,10 @@ class Trainer:
         )
         for warning in findings.warnings:
             self.recorder.print(f"WARNING: {warning} (iteration {self.iteration})")
-        return findings.trouble
+        return findings.loss_spike
 
-    def _roll_back(self, trouble: str) -> Iterator[Batch]:
-        """Resume from the last checkpoint before the steps that caused ``trouble`` (loss spike). Collective.
+    def _roll_back(self, problem: str) -> Iterator[Batch]:
+        """Resume from the last checkpoint before the steps that caused a ``problem``, such as a loss spike. Collective.
 
         The samples since that checkpoint are deferred to the end of training.
 
@@ -455,10 +455,10 @@ class Trainer:
                 such checkpoint.
         """
         if self.config.health.on_loss_spike == "stop":
-            raise UserError(f"{trouble} (iteration {self.iteration}), and on_loss_spike is stop", scope="job")
+            raise UserError(f"{problem} (iteration {self.iteration}), and on_loss_spike is stop", scope="job")
         if self._roll_backs == self.config.health.max_roll_backs:
             raise UserError(
-                f"{trouble} (iteration {self.iteration}) after rolling back {self._roll_backs} times; lower the"
+                f"{problem} (iteration {self.iteration}) after rolling back {self._roll_backs} times; lower the"
                 " learning rate or look at the data",
                 scope="job",
             )
