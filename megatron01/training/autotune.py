@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def saved_choice(config: OptimizerConfig, folder: Path, iteration: int) -> Optim
     section = saved.get("optimizer") if isinstance(saved, Mapping) else None
     if not isinstance(section, Mapping) or any(name not in section for name in CHOSEN):
         raise UserError(
-            f"{path} does not tell the settings {', '.join(CHOSEN)}, which --auto takes from it; leave --auto out"
+            f"{path} lacks some of the settings {', '.join(CHOSEN)}, which --auto takes from it; leave --auto out"
         )
     by_key = Settings(PretrainConfig).by_key
     values = {name: by_key[f"optimizer.{name}"].convert(section[name], str(path)) for name in CHOSEN}
@@ -69,21 +69,25 @@ def choose(
         settings = dataclasses.replace(config.optimizer, optimizer=baseline())
         return settings, f"auto: {baseline()}, as a single replica sends nothing"
     device = group.device
-    passes = time_passes(forward, device)
+    losses: list[torch.Tensor] = []
+    [(forward_seconds, _), (backward_seconds, _)] = _medians(
+        device, lambda: losses.append(forward()), lambda: losses.pop().backward()
+    )
     model.zero_grad(set_to_none=True)
     local_group = open_local_group(group, config.distributed, tp_ranks)
     across = time_link(data_parallel_group, device)
-    links = [across] if local_group is None else [across, time_link(local_group, device)]
-    measured = [*passes, across.sending, time_exchange(data_parallel_group, device)]
-    by_link = [number for link in links for number in (1 / link.rate, link.latency)]
-    # the slowest of all ranks: the same numbers everywhere
-    forward_seconds, backward_seconds, sending, short_exchange, memory_seconds, *slowest = group.maxima(
-        [*measured, 1 / time_memory(device), *by_link]
-    )
-    links = [
-        dataclasses.replace(across, rate=1 / seconds, latency=latency)
-        for seconds, latency in zip(slowest[::2], slowest[1::2], strict=True)
+    inside = across if local_group is None else time_link(local_group, device)
+    source = torch.zeros(_COPIED // 4, device=device)
+    target = torch.zeros_like(source)
+    [(copy_seconds, _)] = _medians(device, lambda: target.copy_(source))
+    measured = [
+        *(forward_seconds, backward_seconds, copy_seconds, time_exchange(data_parallel_group, device)),
+        *(across.latency, 1 / across.rate, across.sending),
+        *(inside.latency, 1 / inside.rate),
     ]
+    # the slowest of all ranks: the same numbers everywhere
+    forward_seconds, backward_seconds, copy_seconds, short_exchange, *of_links = group.maxima(measured)
+    latency, byte_seconds, sending, inside_latency, inside_byte_seconds = of_links
     nodes = len(group.nodes)
     per_node = tp_ranks.num_replicas // nodes if local_group is not None or nodes == 1 else 1
     # nodes of different sizes: as if each process were on a separate node
@@ -91,11 +95,11 @@ def choose(
     cluster = Cluster(
         nodes=shape[0],
         processes_per_node=shape[1],
-        link_rate=links[0].rate,  # of an all-reduce over all processes, whose ring crosses each node's link once
-        inside_rate=links[-1].rate,
-        latency=links[0].latency,
-        inside_latency=links[-1].latency,
-        memory_rate=1 / memory_seconds,
+        link_rate=1 / byte_seconds,  # of an all-reduce over all processes, whose ring crosses each node's link once
+        inside_rate=1 / inside_byte_seconds,
+        latency=latency,
+        inside_latency=inside_latency,
+        memory_rate=2 * _COPIED / copy_seconds,  # read and written
         on_gpu=device.type == "cuda",
     )
     work = Work(
@@ -116,7 +120,7 @@ def choose(
     found = recommend([run for run in runs if not run.choice.replica_is_node])
     line = (
         f"auto: {found.best.choice.name} ({found.reason}); measured {work.compute_seconds:.3g} s of computation a step"
-        f" and {links[0].rate * 8 / 1e9:.3g} Gbit/s between {'nodes' if nodes > 1 else 'processes'}"
+        f" and {8 / byte_seconds / 1e9:.3g} Gbit/s between {'nodes' if nodes > 1 else 'processes'}"
     )
     return found.best.choice.optimizer, line
 
@@ -139,19 +143,6 @@ class Link:
     latency: float  # seconds of one message
     rate: float  # bytes a second of each process
     sending: float  # seconds of the processor for each byte sent or received; 0 on GPUs
-
-
-def time_passes(forward: Callable[[], torch.Tensor], device: torch.device) -> tuple[float, float]:
-    """Median seconds of ``forward``, which returns a loss, and of its backward pass; gradients accumulate."""
-    forwards, backwards = [], []
-    for _ in range(1 + _REPETITIONS):
-        start = _now(device)
-        loss = forward()
-        middle = _now(device)
-        loss.backward()
-        forwards.append(middle - start)
-        backwards.append(_now(device) - middle)
-    return statistics.median(forwards[1:]), statistics.median(backwards[1:])
 
 
 def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
@@ -188,7 +179,8 @@ def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
     layout = BlockLayout(blocks, _SHORT_EXCHANGE)
     exchange = OneBitAllReduce(layout, transport, active=layout.real_elements())
     value = torch.zeros(layout.num_elements, device=device)
-    return _agreed(_median_seconds(lambda: exchange.all_reduce(value), device, _EXCHANGES), group, device)
+    [(seconds, _)] = _medians(device, lambda: exchange.all_reduce(value), repetitions=_EXCHANGES)
+    return _agreed(seconds, group, device)
 
 
 def beyond_messages(exchange_seconds: float, cluster: Cluster) -> float:
@@ -197,33 +189,28 @@ def beyond_messages(exchange_seconds: float, cluster: Cluster) -> float:
     return max(0.0, exchange_seconds - 2 * across.seconds)
 
 
-def time_memory(device: torch.device) -> float:
-    """Memory bandwidth: bytes per second that a copy reads and writes."""
-    source = torch.zeros(_COPIED // 4, device=device)
-    target = torch.zeros_like(source)
-    return 2 * _COPIED / _median_seconds(lambda: target.copy_(source), device, _REPETITIONS)
-
-
 def _all_reduce_seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Median wall-clock seconds of an all-reduce, and CPU seconds of all threads; each the maximum over the ranks."""
     values = torch.zeros(num_bytes // 4, device=device)
-    by_clock, of_threads = [], []
-    for _ in range(1 + _REPETITIONS):  # the first opens connections, and touches the memory
-        start, processor = _now(device), time.process_time()
-        dist.all_reduce(values, group=group)
-        by_clock.append(_now(device) - start)
-        of_threads.append(time.process_time() - processor)
-    seconds, own = (_agreed(statistics.median(times[1:]), group, device) for times in (by_clock, of_threads))
-    return seconds, own
+    [(seconds, processor)] = _medians(device, lambda: dist.all_reduce(values, group=group))
+    return _agreed(seconds, group, device), _agreed(processor, group, device)
 
 
-def _median_seconds(action: Callable[[], object], device: torch.device, repetitions: int) -> float:
-    times = []
-    for _ in range(1 + repetitions):
-        start = _now(device)
-        action()
-        times.append(_now(device) - start)
-    return statistics.median(times[1:])
+def _medians(
+    device: torch.device, *actions: Callable[[], object], repetitions: int = _REPETITIONS
+) -> list[list[float]]:
+    """Median wall-clock seconds, and CPU seconds of all threads, of each of ``actions``, which are run in turn.
+
+    The first round opens connections and touches memory, and is not counted.
+    """
+    times = np.zeros((1 + repetitions, len(actions), 2))
+    for current in times:
+        for number, action in enumerate(actions):
+            start, processor = _now(device), time.process_time()
+            action()
+            current[number] = _now(device) - start, time.process_time() - processor
+    medians: list[list[float]] = np.median(times[1:], axis=0).tolist()
+    return medians
 
 
 def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:

@@ -112,20 +112,15 @@ class PreemptionConsensus:
         self._steps_between = int(min(max(SECONDS_BETWEEN_CHECKS / max(slowest, 1e-9), 1), MOST_STEPS_BETWEEN_CHECKS))
         self._steps = 0
         self._began = self._clock()
-        return self._reason() if is_asked else None
+        return self.now() if is_asked else None
 
     def now(self) -> str | None:
         """The reason to stop, checked now; collective."""
-        return self._reason() if self.is_asked() else None
-
-    def is_asked(self) -> bool:
-        """True if any rank is asked to stop. Collective."""
-        return self._group.any(self._stop.reason is not None)
-
-    def _reason(self) -> str:
         reasons: list[str | None] = self._group.gather(self._stop.reason)
-        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
-        return f"{reason} (rank {rank})" if self._group.world_size > 1 else reason
+        for rank, reason in enumerate(reasons):
+            if reason is not None:
+                return f"{reason} (rank {rank})" if self._group.world_size > 1 else reason
+        return None
 
 
 def replica_seed(seed: int, rank: int) -> int:

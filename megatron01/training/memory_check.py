@@ -49,23 +49,23 @@ class MemoryCheck:
                 model = build()
         except Exception:
             return
-        self._require(config, model, self._tp_ranks.size, optimizer_is_known=not config.optimizer.auto)
+        self.require(config, model, num_shards=self._tp_ranks.size, optimizer_is_known=not config.optimizer.auto)
 
-    def require(self, config: PretrainConfig, model: nn.Module) -> None:
+    def require(
+        self, config: PretrainConfig, model: nn.Module, *, num_shards: int = 1, optimizer_is_known: bool = True
+    ) -> None:
         """Check that weights, gradients, the optimizer's state and the buffers of its exchange fit.
 
         Activations and temporaries of the passes are not counted.
 
         Args:
-            model: this rank's model or shard of it, in the dtype that it is trained in.
+            model: of this rank, in the dtype that it is trained in, or a whole one on the meta device.
+            num_shards: tensor-parallel size, of which this rank holds one shard of ``model``.
+            optimizer_is_known: False counts weights and gradients alone.
 
         Raises:
             UserError: on this rank, with the bytes that are missing, if they do not.
         """
-        self._require(config, model, 1, optimizer_is_known=True)
-
-    def _require(self, config: PretrainConfig, model: nn.Module, num_shards: int, *, optimizer_is_known: bool) -> None:
-        """Check one of ``num_shards`` tensor-parallel shards of ``model``."""
         if self._free is None:
             return
         shapes = shard_shapes(model, num_shards)

@@ -145,7 +145,7 @@ def mean_loss(
     batches: Iterable[Batch],
     group: ReplicaGroup,
     *,
-    is_stopped: Callable[[], bool] | None = None,
+    stop_reason: Callable[[], str | None] | None = None,
 ) -> float | None:
     """Loss without dropout, averaged over batches and replicas. Collective.
 
@@ -156,7 +156,7 @@ def mean_loss(
         forward_step: as in training.
         batches: this replica's, as many as every other replica has, and at least one.
         group: the replicas.
-        is_stopped: preemption check, called every few batches by all ranks; True ends the evaluation with None.
+        stop_reason: preemption check, called every few batches by all ranks; a reason ends the evaluation with None.
     """
     total = torch.zeros((), dtype=torch.float64, device=group.device)
     count = 0
@@ -168,7 +168,7 @@ def mean_loss(
                 loss, _ = forward_step(loss_module, batch)
                 total += loss
                 count += 1
-                if is_stopped is not None and count % BATCHES_BETWEEN_STOP_CHECKS == 0 and is_stopped():
+                if stop_reason is not None and count % BATCHES_BETWEEN_STOP_CHECKS == 0 and stop_reason() is not None:
                     return None
     finally:
         loss_module.train()

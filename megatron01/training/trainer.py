@@ -356,7 +356,7 @@ class Trainer:
                 self.forward_step,
                 batches,
                 self.group,
-                is_stopped=None if consensus is None else consensus.is_asked,
+                stop_reason=None if consensus is None else consensus.now,
             )
 
     def check_replicas(self) -> None:

@@ -103,11 +103,11 @@ def test_settings_that_leave_no_choice(corpus: Path, changes: dict[str, Any], me
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_does_not_tell_its_choice(corpus: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_settings_that_were_chosen(corpus: Path, tmp_path: Path) -> None:
     config = gpt_config(corpus, train_iters=12, lr_warmup_iters=2, run_dir=str(tmp_path / "run"), save=str(tmp_path))
     run(config)
     path = tmp_path / "iter_0000012" / "config.yaml"
     for text in ("[]", "optimizer:\n  optimizer: adam\n"):
         path.write_text(text)
-        with pytest.raises(UserError, match=r"config\.yaml does not tell the settings optimizer, .*leave --auto out"):
+        with pytest.raises(UserError, match=r"config\.yaml lacks some of the settings optimizer, .*leave --auto out"):
             autotune.saved_choice(config.optimizer, tmp_path, 12)

@@ -19,9 +19,6 @@ class Group:
         self.votes += 1
         return [max(values[0], self.slowest), values[1]]
 
-    def any(self, flag):
-        return flag
-
     def gather(self, message):
         return [None, message]
 
@@ -57,5 +54,4 @@ def test_a_fast_run_is_seldom_asked():
 
 def test_it_stops_at_once_when_asked_for():
     vote = PreemptionConsensus(SimpleNamespace(reason="the clock"), Group(1.0))
-    assert vote.is_asked()
     assert vote.now() == "the clock (rank 1)"
