@@ -151,36 +151,32 @@ def _averaged_in_words(
     was_quantized, is_quantized = (
         any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
     )
-    sizes = [(one.world_size, one.tensor_model_parallel_size) for one in (saved, current)]
-    partitioned = more = ""
-    if saved.optimizer_shards > 1 or current.optimizer_shards > 1:
-        before, now = ("all" if one.optimizer_shards == 1 else f"1/{one.optimizer_shards}" for one in (saved, current))
-        what = (
-            f"the checkpoint is of {saved.world_size} processes with {before} of a node's state each, these are"
-            f" {current.world_size} with {now}"
-        )
-    elif was_quantized != is_quantized and sizes[0] == sizes[1]:
+    before, now = _layout_in_words(saved), _layout_in_words(current)
+    of_gradients = partitioned = ""
+    if before != now:
+        what = f"the checkpoint is of {before}, this run of {now}"
+        if saved.tensor_model_parallel_size != current.tensor_model_parallel_size:
+            partitioned = "weights, momentum and second moment were partitioned anew, "
+    elif was_quantized != is_quantized:
         before, now, became = ("quantized", "exact", "dropped") if was_quantized else ("exact", "quantized", "set to 0")
         what = (
             f"full steps sent {before} gradients in the checkpoint's run, and send {now} ones now"
             " (gradient_wire_dtype), so the run does not go on to the bit"
         )
-        more = f" that of gradients was {became},"
-    elif saved.tensor_model_parallel_size == current.tensor_model_parallel_size == 1:
-        what = (
-            f"the checkpoint is of {saved.world_size} replicas in another arrangement than these {current.world_size}"
-        )
+        of_gradients = f" that of gradients was {became},"
     else:
-        what = (
-            f"the checkpoint is of {saved.num_replicas} replicas of tensor-parallel size"
-            f" {saved.tensor_model_parallel_size}, these are {current.num_replicas} of size"
-            f" {current.tensor_model_parallel_size}"
-        )
-        partitioned = "weights, momentum and second moment were partitioned anew, "
+        what = f"the checkpoint is of {before} in another arrangement than this run's"
     return (
         f"{what}: {partitioned}the replicas' mean step since the last synchronization was taken, the error feedback of"
-        f" all (mean of norm {norm:.3g} here) was shared out,{more} and dropout draws new random numbers"
+        f" all (mean of norm {norm:.3g} here) was shared out,{of_gradients} and dropout draws new random numbers"
     )
+
+
+def _layout_in_words(saved: CheckpointMetadata) -> str:
+    if saved.optimizer_shards > 1:
+        return f"{saved.world_size} processes, each with 1/{saved.optimizer_shards} of its node's optimizer state"
+    size = saved.tensor_model_parallel_size
+    return f"{saved.num_replicas} replica(s)" + (f" of tensor-parallel size {size}" if size > 1 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

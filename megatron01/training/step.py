@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -64,40 +63,38 @@ class LocalComputeTime:
         return seconds
 
 
-@dataclass(frozen=True)
-class TrainingStep:
-    """Accumulates gradients over micro-batches and steps the optimizer.
+def training_step(
+    optimizer: PretrainOptimizer,
+    module: nn.Module,
+    forward_step: ForwardStep,
+    batches: Iterator[Batch],
+    num_micro_batches: int,
+    *,
+    local_compute_time: LocalComputeTime,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """Accumulate gradients over the next micro-batches and step the optimizer.
 
-    Attributes:
+    Args:
         module: the module to call in the forward pass, as returned by ``optimizer.attach``.
-        forward_step: (module, batch) -> (loss, loss components by name).
-        num_micro_batches: per step.
-        local_compute_time: of this rank.
         progress: notified of each micro-batch when it is loaded.
+
+    Returns:
+        The mean ``loss`` and its components: fp64 scalars, detached.
     """
-
-    optimizer: PretrainOptimizer
-    module: nn.Module
-    forward_step: ForwardStep
-    num_micro_batches: int
-    local_compute_time: LocalComputeTime
-    progress: Progress = field(default_factory=Progress)
-
-    def run(self, batches: Iterator[Batch]) -> dict[str, Tensor]:
-        """One step on the next micro-batches. Returns the mean ``loss`` and its components: fp64 scalars, detached."""
-        self.optimizer.zero_grad()
-        sums: dict[str, Tensor] = {}
-        for remaining in reversed(range(self.num_micro_batches)):
-            with self.optimizer.no_sync() if remaining else nullcontext():
-                with self.local_compute_time.counted():
-                    batch = next(batches)
-                    self.progress.note(in_step=True)
-                    loss, components = self.forward_step(self.module, batch)
-                self.optimizer.scale_loss(loss / self.num_micro_batches).backward()
-            for name, value in {"loss": loss, **components}.items():
-                sums[name] = sums.get(name, 0.0) + value.detach().double() / self.num_micro_batches
-        self.optimizer.step()
-        return sums
+    optimizer.zero_grad()
+    sums: dict[str, Tensor] = {}
+    for remaining in reversed(range(num_micro_batches)):
+        with optimizer.no_sync() if remaining else nullcontext():
+            with local_compute_time.counted():
+                batch = next(batches)
+                progress.note(in_step=True)
+                loss, components = forward_step(module, batch)
+            optimizer.scale_loss(loss / num_micro_batches).backward()
+        for name, value in {"loss": loss, **components}.items():
+            sums[name] = sums.get(name, 0.0) + value.detach().double() / num_micro_batches
+    optimizer.step()
+    return sums
 
 
 def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:
@@ -128,16 +125,6 @@ class LossModule(nn.Module):
 BATCHES_BETWEEN_STOP_CHECKS = 8
 
 
-@contextmanager
-def undisturbed_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the states of all random-number generators on exit."""
-    state = random_state(device)
-    try:
-        yield
-    finally:
-        set_random_state(state, device)
-
-
 @torch.no_grad()
 def mean_loss(
     loss_module: nn.Module,
@@ -161,15 +148,16 @@ def mean_loss(
     total = torch.zeros((), dtype=torch.float64, device=group.device)
     count = 0
     loss_module.eval()
+    state = random_state(group.device)
     try:
-        with undisturbed_random_state(group.device):
-            for batch in on_device(batches, group.device):
-                group.progress.note(in_step=True)
-                loss, _ = forward_step(loss_module, batch)
-                total += loss
-                count += 1
-                if stop_reason is not None and count % BATCHES_BETWEEN_STOP_CHECKS == 0 and stop_reason() is not None:
-                    return None
+        for batch in on_device(batches, group.device):
+            group.progress.note(in_step=True)
+            loss, _ = forward_step(loss_module, batch)
+            total += loss
+            count += 1
+            if stop_reason is not None and count % BATCHES_BETWEEN_STOP_CHECKS == 0 and stop_reason() is not None:
+                return None
     finally:
+        set_random_state(state, group.device)
         loss_module.train()
     return group.sum(total.item() / count) / group.world_size

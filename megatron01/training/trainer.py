@@ -45,7 +45,7 @@ from megatron01.training.data import RunData, saved_progress
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
 from megatron01.training.state import SavedRun, start_from_weights
-from megatron01.training.step import Batch, ForwardStep, LossModule, TrainingStep, accumulates_in_fp32, mean_loss
+from megatron01.training.step import Batch, ForwardStep, LossModule, accumulates_in_fp32, mean_loss, training_step
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import DTYPES, require_support, uses_tf32
@@ -229,14 +229,6 @@ class Trainer:
             lambda line: self.recorder.print(line),
             self.folders.require,
         )
-        self._step = TrainingStep(
-            self.optimizer,
-            self.trained_module,
-            forward_step,
-            self.num_micro_batches,
-            self.health.local_compute_time,
-            group.progress,
-        )
         self._saved = SavedRun(
             config=config,
             group=group,
@@ -332,7 +324,15 @@ class Trainer:
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step on the next micro-batches of ``batches``."""
-        losses = self._step.run(batches)
+        losses = training_step(
+            self.optimizer,
+            self.trained_module,
+            self.forward_step,
+            batches,
+            self.num_micro_batches,
+            local_compute_time=self.health.local_compute_time,
+            progress=self.group.progress,
+        )
         self.iteration += 1
         self.consumed_samples += self.global_batch_size
         report = self.optimizer.last_step

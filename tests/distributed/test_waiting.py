@@ -15,8 +15,9 @@ from megatron01.models import GPT2, Bert
 from megatron01.monitor.metrics import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
 from megatron01.optim.grad_scaling import DeferredNorm
+from megatron01.parallel.process_groups import Progress
 from megatron01.pretraining import BERT, GPT
-from megatron01.training.step import LocalComputeTime, LossModule, TrainingStep
+from megatron01.training.step import LocalComputeTime, LossModule, training_step
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
 
@@ -69,7 +70,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
         backend="reference",  # works on the parameters' device, as one on a GPU does
     )
     module = optimizer.attach(LossModule(network))
-    step = TrainingStep(optimizer, module, forward_step, 2, LocalComputeTime(tokens.device))
+    watched: dict[str, Any] = {"local_compute_time": LocalComputeTime(tokens.device), "progress": Progress()}
     meter = Meter(parameters=1, tokens_per_step=1)
     known, read = 0, DeferredNorm.__float__
 
@@ -83,7 +84,7 @@ def reads_by_kind(rank: int, size: int, model: str, precision: str) -> list[tupl
     for _ in range(STEPS):
         known = 0
         with Reads() as reads:
-            losses = step.run(iter([batch, batch]))
+            losses = training_step(optimizer, module, forward_step, iter([batch, batch]), 2, **watched)
             report = optimizer.last_step
             assert report is not None
             meter.add(report, losses.pop("loss"), losses)
