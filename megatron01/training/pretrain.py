@@ -116,7 +116,11 @@ def pretrain(
         UserError: on every rank, for an error that the user can correct, and if training cannot continue.
     """
     environment = LaunchEnvironment.read(os.environ)
-    say = _print_to_stderr if environment.rank == 0 else _ignore
+
+    def say(line: str) -> None:
+        if environment.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
     stop = StopRequest(config.training.exit_duration_in_mins, say=say)
     try:
         if config.data.prepare_only:
@@ -135,7 +139,10 @@ def pretrain(
             with stop.interrupting(), _faults_as_user_errors(lambda: "before the first step"):
                 if config.checkpoint.save is not None and group.world_size > 1:
                     require_shared(config.checkpoint.save, group)
-                folders = leaving.enter_context(_own_folders(config, group, say))
+                # may have to wait for the end of another job
+                with failing_together(group, "opening the folders", long_timeout=True):
+                    written = [config.checkpoint.save, config.logging.run_dir] if group.is_first else []
+                    folders = leaving.enter_context(OwnedFolders(list(filter(None, written)), say))
                 trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step, folders)
             is_done = _train(trainer, stop, group)
             del trainer
@@ -144,17 +151,6 @@ def pretrain(
         say(f"stopped before the first step: {stopped}")
         return config.training.stopped_exit_code
     return 0 if is_done else config.training.stopped_exit_code
-
-
-def _own_folders(config: PretrainConfig, group: ReplicaGroup, say: Callable[[str], None]) -> OwnedFolders:
-    """Take ownership of the folders that the job writes to, on rank 0. Collective, as that may have to wait."""
-    with failing_together(group, "opening the folders", long_timeout=True):
-        folders = (
-            [config.logging.run_dir]
-            if config.checkpoint.save is None
-            else [config.checkpoint.save, config.logging.run_dir]
-        )
-        return OwnedFolders(folders if group.is_first else (), say)
 
 
 def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
@@ -208,11 +204,3 @@ def _faults_as_user_errors(when: Callable[[], str]) -> Iterator[None]:
         raise LostReplica(
             f"lost another replica {when()} ({reason}); its own output says why; resume from the last checkpoint"
         ) from error
-
-
-def _print_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _ignore(line: str) -> None:
-    pass

@@ -293,23 +293,21 @@ def model_name(model: nn.Module) -> str:
 @torch.no_grad()
 def start_from_weights(
     optimizer: PretrainOptimizer,
-    model: nn.Module,
+    shard: ModelShard,
     folder: str,
     settings: TokenizerSettings,
     group: ReplicaGroup,
-    shard: ModelShard,
 ) -> list[str]:
     """Make the weights of a trained model the master weights of an optimizer that has not taken a step.
 
     Called by all ranks together.
 
     Args:
-        optimizer: of ``model``.
-        model: of the run, whose weights are set too.
+        optimizer: of the model.
+        shard: what this process holds of the model, whose weights are set too.
         folder: whatever ``read_model`` reads.
         settings: of the run's tokenizer, which must be that of the pretrained model.
         group: the replicas of the run.
-        shard: what this process holds of the model.
 
     Returns:
         Notes for the user.
@@ -319,7 +317,7 @@ def start_from_weights(
     """
     with failing_together(group, "reading the pretrained model"):
         pretrained = read_model(folder, TokenizerFiles.of(settings))
-        weights = _weights_of_shape(pretrained, model, shard.shapes)
+        weights = _weights_of_shape(pretrained, shard.model, shard.shapes)
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # updates what derives from the master weights, the model's parameters among it, as after loading a checkpoint
     optimizer.load_state(optimizer.replicated_state(), optimizer.replica_state())

@@ -159,7 +159,13 @@ class Trainer:
             self.data = RunData(
                 config, group, tp_ranks, progress, lambda counts: build_datasets(config, self.tokenizer, counts)
             )
-        require_agreement(self._fingerprints(start), group)
+        fingerprints = {
+            "the settings": settings_digest(config),
+            "the vocabulary": self.tokenizer.fingerprint[:12],
+            **self.data.fingerprints(),
+            "the checkpoint to continue from": str(start),
+        }
+        require_agreement(fingerprints, group)
 
         def build() -> nn.Module:
             return build_model(config, self.tokenizer)
@@ -245,7 +251,7 @@ class Trainer:
             self.load(*start)
         elif config.checkpoint.pretrained_checkpoint is not None:
             folder = config.checkpoint.pretrained_checkpoint
-            self._start_notes += start_from_weights(self.optimizer, self.model, folder, config.data, group, self.shard)
+            self._start_notes += start_from_weights(self.optimizer, self.shard, folder, config.data, group)
         self.check_replicas()
         with failing_together(group, "opening the run folder"):
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
@@ -314,12 +320,22 @@ class Trainer:
             else:
                 self.checkpoints.report()
         if reason is None:
-            self._report_test_loss(consensus)
+            test_loss = self.evaluate(self.data.datasets.test, consensus)
+            if test_loss is not None:
+                self.recorder.print(f"test loss {test_loss:.4f} after iteration {self.iteration}")
         else:
             self.recorder.print(f"stopped after iteration {self.iteration}: {reason}")
             if self.group.any(self.folders.lost is not None):
                 raise FaultError(f"stopped after iteration {self.iteration}: {reason}", scope="job")
-        self.recorder.print(self._describe_traffic())
+        traffic = describe_traffic(
+            self.meter.run,
+            replicas=self.tp_ranks.num_replicas,
+            parameters=self.num_own_parameters,
+            tensor_parallel_size=self.tp_ranks.size,
+            tensor_parallel_bytes=self.shard.bytes_sent,
+            gradient_bytes=DTYPES[training.precision].itemsize,
+        )
+        self.recorder.print(traffic)
         return self.iteration == training.train_iters
 
     def train_step(self, batches: Iterator[Batch]) -> None:
@@ -398,15 +414,6 @@ class Trainer:
         self._start_notes += notes
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self.checkpoints.saved_iteration = iteration
-
-    def _fingerprints(self, start: object) -> dict[str, str]:
-        """What must be equal on all ranks before the first step, by name."""
-        return {
-            "the settings": settings_digest(self.config),
-            "the vocabulary": self.tokenizer.fingerprint[:12],
-            **self.data.fingerprints(),
-            "the checkpoint to continue from": str(start),
-        }
 
     def _check_ownership(self, stop: StopRequest) -> None:
         """If the job has lost ownership of a folder: stop with a checkpoint, or without ``--save`` warn and go on."""
@@ -489,19 +496,4 @@ class Trainer:
             f"{self.tp_ranks.num_replicas} replica(s){shards} on {self.group.device.type}, "
             f"{self.config.optimizer.optimizer}, "
             f"{self.global_batch_size} sequences a step{accumulation}"
-        )
-
-    def _report_test_loss(self, consensus: PreemptionConsensus) -> None:
-        loss = self.evaluate(self.data.datasets.test, consensus)
-        if loss is not None:
-            self.recorder.print(f"test loss {loss:.4f} after iteration {self.iteration}")
-
-    def _describe_traffic(self) -> str:
-        return describe_traffic(
-            self.meter.run,
-            replicas=self.tp_ranks.num_replicas,
-            parameters=self.num_own_parameters,
-            tensor_parallel_size=self.tp_ranks.size,
-            tensor_parallel_bytes=self.shard.bytes_sent,
-            gradient_bytes=DTYPES[self.config.training.precision].itemsize,
         )
