@@ -45,7 +45,7 @@ class Pretraining:
         Raises:
             UserError: for a mistake in the settings or the data.
         """
-        config = parse(self.config_class, argv, prog=prog, description=self.description, foreign=DeepSpeedSource())
+        config = parse(self.config_class, argv, prog=prog, description=self.description, other_files=DeepSpeedSource())
         from megatron01.training import pretrain
 
         return pretrain(config, self.build_datasets, self.build_model, self.forward_step)

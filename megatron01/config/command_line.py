@@ -19,8 +19,8 @@ from megatron01.errors import UserError, nearest
 ConfigT = TypeVar("ConfigT")
 
 
-class ForeignFiles(Protocol):
-    """Reads files of another program's settings, such as DeepSpeed's, which have a flag of their own.
+class OtherFiles(Protocol):
+    """Reads settings files of another program, such as DeepSpeed, which have a flag of their own.
 
     Attributes:
         flag, help: of these files.
@@ -41,40 +41,40 @@ def parse(
     *,
     prog: str,
     description: str,
-    foreign: ForeignFiles | None = None,
+    other_files: OtherFiles | None = None,
 ) -> ConfigT:
     """The configuration that a command line asks for.
 
-    Defaults are overridden by the ``--config`` files in their order, key by key, these by the ``foreign`` file, and
+    Defaults are overridden by the ``--config`` files in their order, key by key, these by the ``other_files`` file, and
     these by flags. The result is checked as a whole, so a flag may mend what would contradict in a file alone.
     ``--help`` (with the --config files' values as defaults) and ``--print-config`` print and raise SystemExit(0).
 
     Args:
         config_class: a dataclass, of sections or flat; its field docstrings are the help.
         argv: without the program's name.
-        foreign: reads files of another program's.
+        other_files: reads settings files of another program.
 
     Raises:
         UserError: for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
     """
     try:
         settings = Settings(config_class)
-        given, unknown = _build_parser(settings, {}, prog, description, foreign).parse_known_args(argv)
+        given, unknown = _build_parser(settings, {}, prog, description, other_files).parse_known_args(argv)
         if unknown:
-            raise UserError(_describe_unknown(unknown[0], settings, prog, foreign))
+            raise UserError(_describe_unknown(unknown[0], settings, prog, other_files))
         values: dict[str, Any] = {}
         for path in given.config:
             values.update(load_yaml(path, settings))
         if given.help:
-            print(_build_parser(settings, values, prog, description, foreign).format_help(), end="")
+            print(_build_parser(settings, values, prog, description, other_files).format_help(), end="")
             raise SystemExit(0)
         flags: dict[str, Any] = {}
         for key, setting in settings.by_key.items():
             if hasattr(given, key):
                 text = getattr(given, key)
                 flags[key] = text if isinstance(text, bool) else setting.convert(text, setting.flag)
-        if foreign and hasattr(given, foreign.flag):
-            values = foreign.read(getattr(given, foreign.flag), settings, values, flags)
+        if other_files and hasattr(given, other_files.flag):
+            values = other_files.read(getattr(given, other_files.flag), settings, values, flags)
         config = settings.build(values | flags)
         if given.print_config:
             print(dump_yaml(config), end="")
@@ -98,7 +98,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser(
-    settings: Settings[Any], values: dict[str, Any], prog: str, description: str, foreign: ForeignFiles | None
+    settings: Settings[Any], values: dict[str, Any], prog: str, description: str, other_files: OtherFiles | None
 ) -> _Parser:
     """Flags that store text under the settings' keys if given; ``values`` are the defaults that the help shows."""
     parser = _Parser(
@@ -120,9 +120,9 @@ def _build_parser(
         default=[],
         help="YAML file with settings; may be repeated, later files win key by key.",
     )
-    if foreign:
-        flag = foreign.flag
-        general.add_argument(flag, metavar="FILE", dest=flag, default=argparse.SUPPRESS, help=foreign.help)
+    if other_files:
+        flag = other_files.flag
+        general.add_argument(flag, metavar="FILE", dest=flag, default=argparse.SUPPRESS, help=other_files.help)
     general.add_argument("--print-config", action="store_true", help="Print the resulting settings as YAML and exit.")
     for setting in settings.in_section(None):
         _add_flag(general, setting, values.get(setting.key, setting.default))
@@ -161,13 +161,13 @@ def _show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _describe_unknown(argument: str, settings: Settings[Any], prog: str, foreign: ForeignFiles | None) -> str:
+def _describe_unknown(argument: str, settings: Settings[Any], prog: str, other_files: OtherFiles | None) -> str:
     if not argument.startswith("-"):
         if find_config(argument).is_file():
             return f"unexpected argument {argument!r}; a configuration is given as --config {argument}"
         return f"unexpected argument {argument!r}; settings are given as flags, see {prog} --help"
     flag = argument.split("=", 1)[0]
-    flags = ["--config", "--print-config", "--help", *([foreign.flag] if foreign else [])]
+    flags = ["--config", "--print-config", "--help", *([other_files.flag] if other_files else [])]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
     choices = {setting.flag: get_args(setting.type) for setting in settings.by_key.values()}

@@ -204,10 +204,9 @@ def own_arguments(config: OptimizerConfig) -> Any:
 
 def without_others_settings(config: OptimizerConfig, name: str) -> OptimizerConfig:
     """These settings for another optimizer, without those that only others have."""
-    spec = find_optimizer(name)
-    foreign = {setting for other in optimizers().values() for setting in other.own_settings} - {*spec.own_settings}
+    own = find_optimizer(name).own_settings
+    of_others = {setting for spec in optimizers().values() for setting in spec.own_settings if setting not in own}
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(config)}
+    changes = {setting: defaults[setting] for setting in of_others}
     arguments = config.optimizer_arguments if name == config.optimizer else ()
-    return dataclasses.replace(
-        config, optimizer=name, optimizer_arguments=arguments, **{setting: defaults[setting] for setting in foreign}
-    )
+    return dataclasses.replace(config, optimizer=name, optimizer_arguments=arguments, **changes)

@@ -29,7 +29,7 @@ def schedule(argv: Sequence[str], prog: str) -> None:
     config_class: Any = BertScheduleConfig if describes_bert(argv) else GPTScheduleConfig
     description = "Show when a run synchronizes and what each step sends, without training."
     deepspeed = DeepSpeedSource(replicas=lambda flags: max(1, flags.get("plan.replicas", PlanConfig.replicas)))
-    config = parse(config_class, argv, prog=prog, description=description, foreign=deepspeed)
+    config = parse(config_class, argv, prog=prog, description=description, other_files=deepspeed)
     if config.plan.published:
         flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
         extra = sorted(flags - {"--published", "--replicas", "--json"})

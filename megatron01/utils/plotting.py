@@ -26,10 +26,7 @@ _SETTINGS = {
 
 def has_matplotlib() -> bool:
     """True if matplotlib is installed."""
-    try:
-        return importlib.util.find_spec("matplotlib") is not None
-    except ValueError:  # None in sys.modules: importing it fails
-        return False
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def require_matplotlib(flag: str, *, otherwise: str = "") -> None:

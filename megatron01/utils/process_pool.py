@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from megatron01.errors import UserError
-from megatron01.utils.signals import holding_signals_back
+from megatron01.utils.signals import blocking_signals
 
 Report = Callable[[Any], None]
 Work = Callable[[Any, Report], Any]
@@ -58,7 +58,7 @@ class ProcessPool:
 
     def __enter__(self) -> Self:
         try:
-            with holding_signals_back():
+            with blocking_signals():
                 for worker in self._workers.values():
                     worker.start()
             for _, theirs in self._pipes:

@@ -140,7 +140,7 @@ class StopRequest:
 
 
 @contextmanager
-def holding_signals_back() -> Iterator[None]:
+def blocking_signals() -> Iterator[None]:
     """Context manager for starting processes: signals are blocked in the new ones, and deferred to its end in this one.
 
     New processes inherit the blocked signals from their start on, and no handler that raises can interrupt this

@@ -43,7 +43,7 @@ def files(tmp_path: Path) -> list[str]:
 
 
 def read(*argv: str, **options: Any) -> GPTPretrainConfig:
-    return parse(GPTPretrainConfig, argv, prog="p", description="d", foreign=DeepSpeedSource(**options))
+    return parse(GPTPretrainConfig, argv, prog="p", description="d", other_files=DeepSpeedSource(**options))
 
 
 def test_defaults_deepspeeds_defaults_yaml_json_flags(files: list[str]) -> None:

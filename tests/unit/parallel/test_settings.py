@@ -14,7 +14,7 @@ from megatron01.errors import UserError
 
 
 def read(*argv: str) -> GPTPretrainConfig:
-    return parse(GPTPretrainConfig, argv, prog="p", description="d", foreign=DeepSpeedSource())
+    return parse(GPTPretrainConfig, argv, prog="p", description="d", other_files=DeepSpeedSource())
 
 
 @pytest.mark.parametrize(

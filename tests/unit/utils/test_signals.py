@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megatron01.utils.signals import SIGNALS, Stopped, StopRequest, holding_signals_back, leave_signals_to_parent
+from megatron01.utils.signals import SIGNALS, Stopped, StopRequest, blocking_signals, leave_signals_to_parent
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -116,7 +116,7 @@ def test_work_with_nothing_to_save_is_interrupted():
 def test_signals_wait_until_processes_have_been_started():
     before = signal.getsignal(signal.SIGTERM)
     started = []
-    with pytest.raises(Stopped), StopRequest(None) as stop, stop.interrupting(), holding_signals_back():
+    with pytest.raises(Stopped), StopRequest(None) as stop, stop.interrupting(), blocking_signals():
         # delivered to the thread that watches for signals, whatever this one blocks
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)
