@@ -20,6 +20,7 @@ import math
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -159,16 +160,13 @@ class Setting:
 
 
 def _number(text: str, wanted: type[int] | type[float], problem: str) -> int | float:
-    try:
-        value = int(text) if wanted is int else float(text)
-    except ValueError:
-        try:
-            value = float(text)  # 1e6 is a whole number too
-        except ValueError:
-            raise UserError(problem) from None
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(problem)
-    if wanted is int and (value != int(value) or not -(2**63) <= value < 2**63):
+    value: float = math.nan
+    for kind in (wanted, float):  # 1e6 is a whole number too
+        with suppress(ValueError):
+            value = kind(text)
+            break
+    is_valid = -(2**63) <= value < 2**63 and value == int(value) if wanted is int else math.isfinite(value)
+    if not is_valid:
         raise UserError(problem)
     return wanted(value)
 

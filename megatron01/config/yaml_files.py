@@ -134,21 +134,17 @@ class _PlainLoader(yaml.BaseLoader):
 def _read(read: Callable[[], Any], source: str) -> Any:
     try:
         return read()
-    except (yaml.YAMLError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{source}: not valid YAML: nested too deeply") from None
+    except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{source} line {mark.line + 1}" if mark else source
-        raise UserError(f"{place}: not valid YAML: {_problem(error)}") from None
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        raise UserError(f"{place}: not valid YAML: {' '.join(problem.split())[:200]}") from None
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str | None:
     return error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-
-
-def _problem(error: Exception) -> str:
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
-    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
-    return " ".join(problem.split())[:200]
 
 
 def config_from_yaml(text: str, config_class: type[ConfigT], *, source: str) -> ConfigT:

@@ -58,15 +58,15 @@ class FolderOwner:
         self.folder, self.path = folder, folder / OWNER_NAME
         self.lost: str | None = None
         self._own = _own_entry()
-        self._at_work = threading.Lock()
+        self._lock = threading.Lock()
         self._released = threading.Event()
         self._claim(say, wait_seconds)
         threading.Thread(target=self._beat, name=f"owner of {folder}", daemon=True).start()
 
     def require(self) -> None:
         """Raises UserError if another process has taken the folder over; a deleted folder is claimed again."""
-        with self._at_work:
-            lost = self._look()
+        with self._lock:
+            lost = self._reason_lost()
             if lost is None:
                 return
             if self.path.exists():
@@ -76,25 +76,25 @@ class FolderOwner:
 
     def release(self) -> None:
         """Give up ownership: remove the file and the lock."""
-        with self._at_work:
+        with self._lock:
             if self._released.is_set():
                 return
             self._released.set()
             with suppress(OSError):
-                if self._look() is None:
+                if self._reason_lost() is None:
                     self.path.unlink()
             self._file.close()
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):
-            with self._at_work, suppress(OSError):
+            with self._lock, suppress(OSError):
                 if self._released.is_set():
                     return
-                self.lost = self.lost or self._look()
+                self.lost = self.lost or self._reason_lost()
                 if self.lost is None:
                     os.utime(self._file.fileno())
 
-    def _look(self) -> str | None:
+    def _reason_lost(self) -> str | None:
         """Why this process no longer owns the folder, or None. Raises OSError if that cannot be determined."""
         try:
             is_same = os.path.samestat(self.path.stat(), os.fstat(self._file.fileno()))
@@ -109,7 +109,7 @@ class FolderOwner:
     def _claim(self, say: Callable[[str], None], wait_seconds: float) -> None:
         began = time.monotonic()
         has_waited = False
-        while (owner := self._try()) is not None:
+        while (owner := self._try_to_claim()) is not None:
             is_silent = owner.pop("age") > SILENT_SECONDS
             limit = max(wait_seconds, LOCKED_SECONDS) if is_silent and wait_seconds else wait_seconds
             if time.monotonic() - began > limit:
@@ -124,12 +124,12 @@ class FolderOwner:
                 has_waited = True
             time.sleep(0.2)
 
-    def _try(self) -> dict[str, Any] | None:
+    def _try_to_claim(self) -> dict[str, Any] | None:
         """Try to claim the folder; returns None, or the live owner with the ``age`` of its heartbeat in seconds."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = open_to_change(self.path)
-            owner = self._taken_or_owner()
+            owner = self._claim_file()
         except OSError as error:
             raise UserError(
                 f"{self.folder} cannot be written ({error.strerror}); expected a folder for this job's files"
@@ -138,7 +138,7 @@ class FolderOwner:
             self._file.close()
         return owner
 
-    def _taken_or_owner(self) -> dict[str, Any] | None:
+    def _claim_file(self) -> dict[str, Any] | None:
         descriptor, has_locks = self._file.fileno(), True
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +153,7 @@ class FolderOwner:
             return {"age": 0.0}
         owner = _read(os.pread(descriptor, _LARGEST, 0))
         is_here = owner.get("boot") == self._own["boot"] and (has_locks or owner.get("pids") == self._own["pids"])
-        may_live = not has_locks and _lives(owner) if is_here else bool(owner)
+        may_live = not has_locks and _is_alive(owner) if is_here else bool(owner)
         if may_live and (age := self._age()) <= SILENT_SECONDS:
             return owner | {"age": age}
         content = json.dumps(self._own, indent=1).encode() + b"\n"
@@ -219,7 +219,7 @@ def _own_entry() -> dict[str, Any]:
         "since": datetime.now().isoformat(" ", "seconds"),
         "boot": text_or_empty("/proc/sys/kernel/random/boot_id"),
         "pids": pids,
-        "started": _started(os.getpid()),
+        "started": _start_time(os.getpid()),
         "token": uuid.uuid4().hex,
     }
 
@@ -241,14 +241,14 @@ def _described(owner: dict[str, Any]) -> str:
     return one_line(text)[:300]
 
 
-def _lives(owner: dict[str, Any]) -> bool:
+def _is_alive(owner: dict[str, Any]) -> bool:
     """True if the owner's process still runs on this machine."""
     pid = owner.get("pid")
-    started = _started(pid) if type(pid) is int else ""
+    started = _start_time(pid) if type(pid) is int else ""
     return started != "" and started == owner.get("started")
 
 
-def _started(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Start time of a process of this machine, in clock ticks since boot; empty if there is no such process."""
     after_name = text_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return after_name[19] if len(after_name) > 19 else ""
