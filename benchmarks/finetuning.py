@@ -195,7 +195,7 @@ def accuracy(bench: GlueBench, model: Any) -> float:
     _, examples = bench.inputs(TASK.name)
     encoded = [example.encoded for example in examples]
     right = 0
-    for places, output in evaluate(model, encoded, bench.pretrained.encoder.collate, batch_size=64, bf16=False):
+    for places, output in evaluate(model, encoded, bench.pretrained.encoder.collate, bench.config):
         right += int(np.sum(output.logits.argmax(1).numpy() == [examples[place].label for place in places]))
     return 100 * right / len(examples)
 

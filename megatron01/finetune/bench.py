@@ -10,10 +10,10 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,36 +21,33 @@ from torch import Tensor, nn
 from megatron01.config.commands import FineTuneConfig, GlueConfig, SquadConfig
 from megatron01.convert.portable import TokenizerFiles
 from megatron01.errors import UserError
-from megatron01.finetune.pretrained import Encoded, Head, Pretrained, load_pretrained
+from megatron01.finetune.pretrained import Head, Pretrained, load_pretrained
 from megatron01.finetune.results import Column, Result, Run
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 """Makes the keyword arguments of a model, tensors by name, from a batch of examples."""
 
-Progress = Callable[[int, int], None]
-"""Called after each step with the number of steps done and the total."""
+Progress = Callable[[Run, int, int], None]
+"""Called after each step with the run, its number of steps done, and the total."""
 
 _STEPS_BETWEEN_CHECKS = 50  # that the loss is finite; each check synchronizes with the GPU
 _ESTIMATED_STEPS = 8  # timed steps; the first is warm-up
 _EVALUATION = 0.25  # time to evaluate an example, relative to training on it
 
 
-def _ignore(done: int, total: int) -> None:
-    """Default progress callback: does nothing."""
-
-
-@dataclass(frozen=True)
-class Training:
+class Training(NamedTuple):
     """Outcome of a training.
 
     Attributes:
-        loss: mean over the last tenth of the steps.
-        diverged: True if the loss was NaN or infinite at some step; training then ends early.
+        loss: mean over the last tenth of the steps; None if the loss was NaN or infinite, so that training ended early.
     """
 
     num_steps: int
-    loss: float
-    diverged: bool
+    loss: float | None
+
+
+def _no_progress(run: Run, done: int, total: int) -> None:
+    """Default of ``progress``."""
 
 
 def fine_tune(
@@ -59,7 +56,7 @@ def fine_tune(
     collate: Collate,
     config: FineTuneConfig,
     run: Run,
-    progress: Progress = _ignore,
+    progress: Progress = _no_progress,
 ) -> Training:
     """Train a model in place.
 
@@ -69,25 +66,21 @@ def fine_tune(
     Args:
         model: takes the output of ``collate`` as keyword arguments and returns an object with a scalar ``loss``.
     """
-    device = next(model.parameters()).device
+    from transformers import get_linear_schedule_with_warmup
+
     num_steps = count_steps(len(examples), run.batch_size, config.epochs)
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]  # biases and layer norms
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=run.learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_share(step, num_steps, config.warmup_fraction)
-    )
+    schedule = get_linear_schedule_with_warmup(optimizer, math.ceil(config.warmup_fraction * num_steps), num_steps)
     torch.manual_seed(run.seed)
     model.train()
-    last_tenth = torch.zeros((), device=device)
-    total = torch.zeros((), device=device)
+    total, last_tenth = torch.zeros(2, device=next(model.parameters()).device)
     batches = shuffled_batches(len(examples), run.batch_size, run.seed)
     start_of_last_tenth = num_steps - max(1, num_steps // 10)
     for step in range(num_steps):
-        inputs = {name: tensor.to(device) for name, tensor in collate([examples[i] for i in next(batches)]).items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
-            loss = model(**inputs).loss
+        loss = _forward(model, [examples[i] for i in next(batches)], collate, config).loss
         loss.backward()
         if config.clip_grad:
             nn.utils.clip_grad_norm_(model.parameters(), config.clip_grad)
@@ -98,22 +91,14 @@ def fine_tune(
         if step >= start_of_last_tenth:
             last_tenth += loss.detach()
         if ((step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == num_steps) and not math.isfinite(total.item()):
-            return Training(step + 1, math.inf, True)
-        progress(step + 1, num_steps)
-    return Training(num_steps, last_tenth.item() / (num_steps - start_of_last_tenth), False)
+            return Training(step + 1, None)
+        progress(run, step + 1, num_steps)
+    return Training(num_steps, last_tenth.item() / (num_steps - start_of_last_tenth))
 
 
 def count_steps(num_examples: int, batch_size: int, epochs: float) -> int:
     """Total number of training steps."""
     return math.ceil(epochs * math.ceil(num_examples / batch_size))
-
-
-def lr_share(step: int, num_steps: int, warmup_fraction: float) -> float:
-    """Learning rate of step 0, 1, ... as a fraction of its peak: linear warm-up from 0, linear decay to 0."""
-    warmup = math.ceil(warmup_fraction * num_steps)
-    if step < warmup:
-        return step / warmup
-    return max(0.0, (num_steps - step) / max(1, num_steps - warmup))
 
 
 def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[list[int]]:
@@ -127,21 +112,25 @@ def shuffled_batches(num_examples: int, batch_size: int, seed: int) -> Iterator[
 
 @torch.inference_mode()
 def evaluate(
-    model: nn.Module, examples: Sequence[Any], collate: Collate, *, batch_size: int, bf16: bool
+    model: nn.Module, examples: Sequence[Any], collate: Collate, config: FineTuneConfig
 ) -> Iterator[tuple[list[int], Any]]:
     """Evaluate a model without dropout; yields the indices of the examples and the model's outputs for each batch.
 
     Batches are of examples of similar length.
     """
-    device = next(model.parameters()).device
     model.eval()
     order = sorted(range(len(examples)), key=lambda place: len(examples[place]))
-    for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        inputs = {name: tensor.to(device) for name, tensor in collate([examples[i] for i in places]).items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            outputs = model(**inputs)
-        yield places, outputs
+    for start in range(0, len(order), config.eval_batch_size):
+        places = order[start : start + config.eval_batch_size]
+        yield places, _forward(model, [examples[i] for i in places], collate, config)
+
+
+def _forward(model: nn.Module, batch: Sequence[Any], collate: Collate, config: FineTuneConfig) -> Any:
+    """A model's outputs for a batch, computed in the chosen precision."""
+    device = next(model.parameters()).device
+    inputs = {name: tensor.to(device) for name, tensor in collate(batch).items()}
+    with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
+        return model(**inputs)
 
 
 class FineTuneBench(ABC):
@@ -203,8 +192,11 @@ class FineTuneBench(ABC):
         )
         return model.to(self._device)
 
-    def estimate(self, runs: Sequence[Run]) -> float:
-        """Estimated seconds for ``runs`` one after the other, extrapolated from some steps of the first."""
+    def estimate(self, runs: Sequence[Run]) -> float | None:
+        """Estimated seconds for ``runs`` one after the other, extrapolated from some steps of the first.
+
+        None if the first has too few examples for that.
+        """
         first = runs[0]
         training_set = self.training_set(first.task)
         examples = training_set[: _ESTIMATED_STEPS * first.batch_size]
@@ -214,7 +206,7 @@ class FineTuneBench(ABC):
             progress=lambda *_: ends.append(time.monotonic()),
         )  # fmt: skip
         if len(ends) < 2:
-            return 0.0
+            return None
         of_an_example = (ends[-1] - ends[0]) / max(1, len(examples) - first.batch_size)
         amounts = {task: self.amounts(task) for task in {run.task for run in runs}}
         of_a_unit = of_an_example * len(training_set) / max(1.0, amounts[first.task][0])
@@ -224,33 +216,40 @@ class FineTuneBench(ABC):
             units += self.config.epochs * trained + _EVALUATION * evaluated
         return of_a_unit * units
 
-    def measure(self, run: Run, progress: Progress = _ignore) -> Result:
+    def measure(self, run: Run, progress: Progress = _no_progress) -> Result:
         """Train a model and evaluate it on the development sets."""
         start = time.monotonic()
         model, training = self.train(run, progress)
         metrics = {column.metric: 0.0 for column in self.columns(run.task)}
-        if not training.diverged:
+        diverged = training.loss is None
+        if not diverged:
             metrics |= self.score(run, model)
         return Result(
             run=run,
             data=self.fingerprint(run.task),
             metrics=metrics,
             num_steps=training.num_steps,
-            loss=None if training.diverged else training.loss,
-            diverged=training.diverged,
+            loss=training.loss,
+            diverged=diverged,
             seconds=round(time.monotonic() - start, 3),
         )
 
-    def train(self, run: Run, progress: Progress = _ignore) -> tuple[Any, Training]:
+    def train(self, run: Run, progress: Progress = _no_progress) -> tuple[Any, Training]:
         """Train the model of a run; returns it (a transformers model) and the outcome."""
         model, collate = self.new_model(run), partial(self.collate, run.task)
         return model, fine_tune(model, self.training_set(run.task), collate, self.config, run, progress)
 
-    def save(self, model: Any, task: str) -> None:
-        """Write a trained model and its tokenizer below ``models/``, as a folder of transformers."""
-        folder = self.config.output / "models" / task
-        self.source(task).save(model, folder)
-        print(f"wrote {folder}")
+    def write(self, model: Any, task: str) -> None:
+        """Write what is wanted of the best model of a task: with ``save_models`` the model, a folder of transformers.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        if self.config.save_models:
+            folder = self.config.output / "models" / task
+            model.save_pretrained(folder)
+            self.source(task).encoder.tokenizer.save_pretrained(folder)
+            print(f"wrote {folder}")
 
     def _load(self, load: str) -> Pretrained:
         config = self.config
@@ -260,10 +259,3 @@ class FineTuneBench(ABC):
                 f"max_length is {config.max_length}; {pretrained.source} has {pretrained.max_length} positions"
             )
         return pretrained
-
-    def _outputs(self, model: Any, task: str, examples: Sequence[Encoded]) -> Iterator[tuple[list[int], Any]]:
-        """As ``evaluate``: indices of the examples and outputs of each batch."""
-        config, encoder = self.config, self.source(task).encoder
-        return evaluate(
-            model, examples, encoder.collate, batch_size=config.eval_batch_size, bf16=config.precision == "bf16"
-        )

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron01.config.commands import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
 from megatron01.errors import UserError
-from megatron01.finetune.bench import FineTuneBench
+from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn
 from megatron01.finetune.sweep import Sweep, devices_for
@@ -476,21 +476,19 @@ class GlueBench(FineTuneBench):
             metrics |= {f"{name}{suffix}": value for name, value in score(task, outputs, labels).items()}
         return metrics
 
-    def write_predictions(self, model: Any, task: Task) -> None:
-        """Write submission files for the existing test sets, below ``submission/``."""
-        for split in task.test:
-            examples = read_test_set(self.config.input, task, split)
-            if examples is not None:
-                path = self.config.output / "submission" / split.submission
-                outputs = self._logits(model, task, self._encode(task.name, examples))
-                write_submission(path, examples, predictions(task, outputs))
-                print(f"wrote {path} ({len(examples)} predictions)")
-
-    def save(self, model: Any, task: str) -> None:
+    def write(self, model: Any, task: str) -> None:
+        """As the base class; with ``submission`` also the predictions for the existing test sets."""
         if labels := TASKS[task].labels:
             model.config.id2label = dict(enumerate(labels))
             model.config.label2id = {label: number for number, label in enumerate(labels)}
-        super().save(model, task)
+        super().write(model, task)
+        for split in TASKS[task].test if self.config.submission else ():
+            examples = read_test_set(self.config.input, TASKS[task], split)
+            if examples is not None:
+                path = self.config.output / "submission" / split.submission
+                outputs = self._logits(model, TASKS[task], self._encode(task, examples))
+                write_submission(path, examples, predictions(TASKS[task], outputs))
+                print(f"wrote {path} ({len(examples)} predictions)")
 
     def _encode(self, task: str, examples: Sequence[Example]) -> list[Encoded]:
         first = [example.first for example in examples]
@@ -500,7 +498,7 @@ class GlueBench(FineTuneBench):
     def _logits(self, model: Any, task: Task, examples: Sequence[Encoded]) -> NDArray[np.float32]:
         """Logits, float32[examples, outputs]."""
         logits: NDArray[np.float32] = np.zeros((len(examples), self.num_outputs(task.name)), dtype=np.float32)
-        for places, output in self._outputs(model, task.name, examples):
+        for places, output in evaluate(model, examples, self.source(task.name).encoder.collate, self.config):
             logits[places] = output.logits.float().cpu().numpy()
         return logits
 
@@ -563,14 +561,4 @@ def glue(config: GlueConfig) -> None:
         note = NOTE
     if config.mnli_model is not None:
         note += f" RTE, MRPC and STS-B started from {config.mnli_model}, which the published rows did not."
-    best = sweep.show(others, note)
-
-    def make(task: str, model: Any) -> None:
-        if config.save_models:
-            bench.save(model, task)
-        if config.submission:
-            bench.write_predictions(model, TASKS[task])
-
-    if config.save_models or config.submission:
-        wanted = "-".join(name for name in ("save_models", "submission") if getattr(config, name))
-        sweep.finish(best, wanted=wanted, make=make)
+    sweep.finish(sweep.show(others, note))

@@ -165,15 +165,6 @@ class Pretrained:
         model.load_state_dict(self.body, strict=False)
         return model
 
-    def save(self, model: Any, folder: Path) -> None:
-        """Write a model that was trained from this one, and the tokenizer, as a folder of transformers.
-
-        Raises:
-            OSError: if it cannot be written.
-        """
-        model.save_pretrained(folder)
-        self.encoder.tokenizer.save_pretrained(folder)
-
 
 def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> Pretrained:
     """Load a pretrained model: a BERT checkpoint of megatron01 or Megatron-LM, or any encoder of transformers.

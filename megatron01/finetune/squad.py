@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron01.config.commands import SquadConfig
 from megatron01.errors import UserError
-from megatron01.finetune.bench import FineTuneBench
+from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input, checked_text
 from megatron01.finetune.results import Column, Run, fingerprint_of
 from megatron01.finetune.sweep import Sweep, devices_for
@@ -391,7 +391,7 @@ class SquadBench(FineTuneBench):
     def _span_logits(self, model: Any) -> Iterator[tuple[Window, NDArray[np.float32], NDArray[np.float32]]]:
         """Each window of the development set with its start and end logits, float32[padded tokens] each."""
         encoded = [window.encoded for window in self._dev_windows]
-        for places, output in self._outputs(model, TASK, encoded):
+        for places, output in evaluate(model, encoded, self.pretrained.encoder.collate, self.config):
             starts, ends = output.start_logits.float().cpu().numpy(), output.end_logits.float().cpu().numpy()
             for row, place in enumerate(places):
                 yield self._dev_windows[place], starts[row], ends[row]
@@ -415,8 +415,6 @@ def squad(config: SquadConfig) -> None:
     )
     sweep.do()
     best = sweep.show()
-    if not best:
-        return
-    print(f"answers of the best run: {bench.answers_folder(best[TASK].best_run(COLUMNS[0].metric))}")
-    if config.save_models:
-        sweep.finish(best, wanted="save_models", make=lambda task, model: bench.save(model, task))
+    if best:
+        print(f"answers of the best run: {bench.answers_folder(best[TASK].best_run(COLUMNS[0].metric))}")
+    sweep.finish(best)

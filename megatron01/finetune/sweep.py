@@ -8,8 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from megatron01.config.commands import FineTuneConfig
 from megatron01.errors import FaultError, UserError
-from megatron01.finetune.bench import FineTuneBench
+from megatron01.finetune.bench import FineTuneBench, Progress
 from megatron01.finetune.results import (
     SETTINGS_FILE,
     Result,
@@ -43,9 +42,6 @@ from megatron01.utils.signals import Stopped
 SECONDS_BETWEEN_STEPS = 60.0
 """Interval of progress reports where there is no progress bar."""
 
-Progress = Callable[[Run, int, int], None]
-"""Called with a run, its number of steps done, and the total."""
-
 OpenBench = Callable[[Any, torch.device], FineTuneBench]
 """Picklable function that constructs a bench in a worker process, from settings and a device."""
 
@@ -60,43 +56,28 @@ def grid(
     ]
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a list of runs for one task of a SLURM array: part ``index`` (from 0) of ``count``."""
+def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Index (from 0) of this task of a SLURM array, and the number of its tasks; (0, 1) outside of array jobs.
 
-    index: int = 0
-    count: int = 1
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Share:
-        """The part of this process, from SLURM's variables; all runs outside of array jobs.
-
-        Raises:
-            UserError: if SLURM's variables are invalid.
-        """
-        if "SLURM_ARRAY_TASK_ID" not in environment:
-            return cls()
-        defaults = {"ID": "", "COUNT": "1", "MIN": "0", "STEP": "1"}
-        values = []
-        for name, default in defaults.items():
-            text = environment.get(f"SLURM_ARRAY_TASK_{name}", default)
-            if not text.isascii() or not text.isdigit():
-                raise UserError(
-                    f"SLURM_ARRAY_TASK_{name} is {text!r}; expected a number, as SLURM sets it for array jobs"
-                )
-            values.append(int(text))
-        number, count, first, step = values
-        index = (number - first) // max(1, step)
-        if not 0 <= index < count:
-            raise UserError(
-                f"SLURM_ARRAY_TASK_ID is {number}, which is none of {count} from {first} in steps of {step}; submit the"
-                " array with consecutive numbers, such as --array=0-7"
-            )
-        return cls(index, count)
-
-    def of(self, runs: Sequence[Run]) -> list[Run]:
-        """Every ``count``-th run."""
-        return list(runs[self.index :: self.count])
+    Raises:
+        UserError: if SLURM's variables are invalid.
+    """
+    if "SLURM_ARRAY_TASK_ID" not in environment:
+        return 0, 1
+    values = []
+    for name, default in (("ID", ""), ("COUNT", "1"), ("MIN", "0"), ("STEP", "1")):
+        text = environment.get(f"SLURM_ARRAY_TASK_{name}", default)
+        if not text.isascii() or not text.isdigit():
+            raise UserError(f"SLURM_ARRAY_TASK_{name} is {text!r}; expected a number, as SLURM sets it for array jobs")
+        values.append(int(text))
+    number, count, first, step = values
+    index = (number - first) // max(1, step)
+    if not 0 <= index < count:
+        raise UserError(
+            f"SLURM_ARRAY_TASK_ID is {number}, which is none of {count} from {first} in steps of {step}; submit the"
+            " array with consecutive numbers, such as --array=0-7"
+        )
+    return index, count
 
 
 def devices_for(config: FineTuneConfig) -> list[torch.device]:
@@ -111,12 +92,6 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
     for found in devices:
         require_support(config.precision, found, others="fp32")
     return devices
-
-
-def run_here(bench: FineTuneBench, runs: Sequence[Run], done: Callable[[Result], None], progress: Progress) -> None:
-    """Execute runs one after the other in this process. Raises UserError if one runs out of GPU memory."""
-    for run in runs:
-        done(_measure(bench, run, progress))
 
 
 def run_in_processes(
@@ -149,8 +124,8 @@ def run_in_processes(
                 done(pool.receive(lambda step: progress(*step))[1])
     except WorkerDied as error:
         raise FaultError(
-            f"a process of the sweep ended with status {error.status}, for which memory may have been too small;"
-            " finished runs are kept, and the same command goes on (with fewer --jobs, if so)"
+            f"a process of the sweep ended with status {error.status}, perhaps for lack of memory; finished runs are"
+            " kept: resume with the same command, with fewer --jobs if memory was short"
         ) from None
 
 
@@ -160,14 +135,15 @@ def _open_worker(open_bench: OpenBench, config: Any, device: torch.device, num_t
     bench = open_bench(config, device)
 
     def work(run: Run, report: Report) -> Result:
-        return _measure(bench, run, _each_minute(lambda *step: report(step)))
+        return measure(bench, run, _each_minute(lambda *step: report(step)))
 
     return work
 
 
-def _measure(bench: FineTuneBench, run: Run, progress: Progress) -> Result:
+def measure(bench: FineTuneBench, run: Run, progress: Progress) -> Result:
+    """Execute a run. Raises UserError if the GPU's memory is too small for it."""
     try:
-        return bench.measure(run, partial(progress, run))
+        return bench.measure(run, progress)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{run} needs more memory than the GPU has; lower --jobs, --batch-sizes, --eval-batch-size or --max-length"
@@ -214,22 +190,22 @@ class Sweep:
         self._columns_of = {task: bench.columns(task) for task in tasks}
         self._folder = SweepFolder(config.output, common)
         self._runs = grid(tasks, config.batch_sizes, config.learning_rates, range(config.seeds))
-        self._share = Share.read(os.environ)
+        self._part, self._num_parts = array_part(os.environ)
         self._results: dict[Run, Result] = {}
         self._find_results()
 
     def do(self) -> None:
         """Execute the unfinished runs; in a SLURM array job, those of this array task."""
-        mine = [] if self._config.report_only else self._share.of(self._runs)
+        mine = [] if self._config.report_only else self._runs[self._part :: self._num_parts]
         pending = [run for run in mine if run not in self._results]
-        part = f", part {self._share.index + 1} of {self._share.count} of the array" if self._share.count > 1 else ""
+        part = f", part {self._part + 1} of {self._num_parts} of the array" if self._num_parts > 1 else ""
         print(f"{len(self._runs)} runs, {len(self._results)} finished, {len(pending)} to do here{part}", flush=True)
         if not pending:
             return
         devices = devices_for(self._config)
-        if len(pending) > 1:
-            seconds = self._bench.estimate(pending) / len(devices)
-            print(f"about {format_duration(seconds)} in all, by a few steps of the first run", flush=True)
+        if len(pending) > 1 and (seconds := self._bench.estimate(pending)) is not None:
+            duration = format_duration(seconds / len(devices))
+            print(f"about {duration} in all, estimated from a few steps of the first run", flush=True)
         start, num_done = time.monotonic(), 0
 
         def done(result: Result) -> None:
@@ -252,12 +228,12 @@ class Sweep:
                     devices=devices, jobs=self._config.jobs,
                 )  # fmt: skip
         except (Stopped, KeyboardInterrupt):
-            print(f"stopped after {num_done} of {len(pending)} runs; the same command goes on", file=sys.stderr)
+            print(f"stopped after {num_done} of {len(pending)} runs; resume with the same command", file=sys.stderr)
             raise
         self._find_results()
 
     def _do_here(self, runs: Sequence[Run], done: Callable[[Result], None]) -> None:
-        """Execute runs in this process; on a terminal with a progress bar over the steps of each run."""
+        """Execute runs one after the other in this process; on a terminal with a progress bar over a run's steps."""
         with tqdm(unit=" steps", disable=None, file=sys.stderr, leave=False) as bar:
 
             def advance(run: Run, done: int, total: int) -> None:
@@ -265,7 +241,9 @@ class Sweep:
                     bar.reset(total)
                 bar.update()
 
-            run_here(self._bench, runs, done, _each_minute(_print_step) if bar.disable else advance)
+            progress = _each_minute(_print_step) if bar.disable else advance
+            for run in runs:
+                done(measure(self._bench, run, progress))
 
     def _find_results(self) -> None:
         """Read the finished results, also those of other tasks of an array."""
@@ -309,33 +287,33 @@ class Sweep:
         print(f"\nwrote {', '.join(files)} in {config.output}")
         return best
 
-    def finish(self, best: Mapping[str, Setting], *, wanted: str, make: Callable[[str, Any], None]) -> None:
-        """Train the best run of each task once more and pass its model to ``make``, unless that was done already.
+    def finish(self, best: Mapping[str, Setting]) -> None:
+        """If models or predictions are wanted, train the best run of each task once more and write them.
 
-        Only warns while runs are missing, and in array jobs.
-
-        Args:
-            wanted: name of what is made, for the marker file that records it as done.
-            make: called with the task and the trained model.
+        What was written already is skipped. Only warns while runs are missing, and in array jobs.
 
         Raises:
             UserError: if something cannot be written.
         """
-        if self._share.count > 1 or len(self._results) < len(self._runs):
+        config = self._config
+        wanted = "-".join(name for name in ("save_models", "submission") if getattr(config, name, False))
+        if not wanted:
+            return
+        if self._num_parts > 1 or len(self._results) < len(self._runs):
             warn(
-                "models and predictions are made when all runs are finished, outside of array jobs; give the same"
-                " command again then"
+                "models and predictions are written when all runs are finished, outside of array jobs; repeat the"
+                " command then"
             )
             return
         for task, setting in best.items():
             run = setting.best_run(self._columns_of[task][0].metric)
-            marker = self._config.output / "finished" / f"{task}-{wanted}.json"
+            marker = config.output / "finished" / f"{task}-{wanted}.json"
             contents = json.dumps(asdict(run) | {"data": self._bench.fingerprint(task)}) + "\n"
             try:
                 if marker.is_file() and marker.read_bytes() == contents.encode():
                     continue
                 print(f"training once more: {run}", flush=True)
-                make(task, self._bench.train(run)[0])
+                self._bench.write(self._bench.train(run)[0], task)
                 marker.parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(marker, contents)
             except OSError as error:

@@ -121,6 +121,7 @@ def test_the_estimate_counts_epochs_and_what_is_evaluated(
     run = Run("MNLI", 1, 1e-3, 0)
     assert bench.estimate([run]) == pytest.approx(4 * 3.0 * (1 + 0.25 * 2 / 3))
     assert bench.estimate([run, run]) == pytest.approx(2 * bench.estimate([run]))
+    assert bench.estimate([Run("MNLI", 4, 1e-3, 0)]) is None, "a single step cannot be timed"
 
 
 def test_it_learns_and_a_saved_model_predicts_the_same(model_folder: Path, data: Path, tmp_path: Path):
@@ -170,7 +171,7 @@ def test_a_sweep_that_was_stopped_goes_on(
     monkeypatch.setattr(GlueBench, "measure", stopping)
     with pytest.raises(Stopped):
         glue(config)
-    assert "stopped after 3 of 8 runs; the same command goes on" in capsys.readouterr().err
+    assert "stopped after 3 of 8 runs; resume with the same command" in capsys.readouterr().err
     assert len(results(tmp_path / "stopped")) == 3
     torn = next((tmp_path / "stopped").glob("runs/*/*.json"))
     torn.write_bytes(torn.read_bytes()[:50])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron01.errors import UserError
 from megatron01.finetune.results import Result, Run, SweepFolder
-from megatron01.finetune.sweep import Share, grid
+from megatron01.finetune.sweep import array_part, grid
 
 RUN = Run("RTE", 16, 3e-5, 2)
 COMMON = {"command": "glue", "epochs": 3.0, "model": "abc", "dropout": None}
@@ -99,10 +99,10 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 
 @given(st.integers(1, 9), st.integers(0, 40), st.integers(0, 5), st.integers(1, 4))
-def test_the_shares_of_an_array_are_the_whole(count, num_runs, first, step):
+def test_the_parts_of_an_array_are_the_whole(count, num_runs, first, step):
     runs = grid(["RTE"], [8], [1e-5], range(num_runs))
-    shares = [
-        Share.read(
+    parts = [
+        array_part(
             {
                 "SLURM_ARRAY_TASK_ID": str(first + step * index),
                 "SLURM_ARRAY_TASK_COUNT": str(count),
@@ -112,14 +112,14 @@ def test_the_shares_of_an_array_are_the_whole(count, num_runs, first, step):
         )
         for index in range(count)
     ]
-    chosen = [share.of(runs) for share in shares]
+    chosen = [runs[index::of] for index, of in parts]
     assert sorted((run for some in chosen for run in some), key=lambda run: run.seed) == runs
     assert max(map(len, chosen)) - min(map(len, chosen)) <= 1
 
 
-def test_shares_of_no_array_and_of_a_wrong_one():
-    assert Share.read({}) == Share(0, 1)
+def test_no_array_and_a_wrong_one():
+    assert array_part({}) == (0, 1)
     with pytest.raises(UserError, match="SLURM_ARRAY_TASK_ID is 9, which is none of 4 from 0 in steps of 1"):
-        Share.read({"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "4"})
+        array_part({"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "4"})
     with pytest.raises(UserError, match="SLURM_ARRAY_TASK_COUNT is 'four'; expected a number"):
-        Share.read({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "four"})
+        array_part({"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_COUNT": "four"})

@@ -13,7 +13,7 @@ import torch
 from megatron01.config.commands import GlueConfig
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune.results import Result, Run
-from megatron01.finetune.sweep import devices_for, run_here, run_in_processes
+from megatron01.finetune.sweep import devices_for, measure, run_in_processes
 from tests.tiers import slow_after
 
 RUNS = [Run("RTE", 8, 1e-5, seed) for seed in range(4)]
@@ -26,8 +26,8 @@ class Bench:
     def __init__(self, how: str) -> None:
         self._how = how
 
-    def measure(self, run: Run, progress: Callable[[int, int], None]) -> Result:
-        progress(1, 2)
+    def measure(self, run: Run, progress: Callable[[Run, int, int], None]) -> Result:
+        progress(run, 1, 2)
         if run.seed == 2:
             if self._how == "user":
                 raise UserError("no such thing")
@@ -77,12 +77,12 @@ def test_what_fails_in_a_process_is_reported(how, error, message):
 
 
 def test_in_this_process():
-    found: list[Result] = []
-    steps: list[tuple[int, int, int]] = []
+    bench = Bench("memory")
+    steps: list[tuple[Run, int, int]] = []
+    assert measure(bench, RUNS[0], lambda *step: steps.append(step)).run == RUNS[0]
+    assert steps == [(RUNS[0], 1, 2)]
     with pytest.raises(UserError, match=r"RTE batch 8 lr 1e-05 seed 2 needs more memory than the GPU has"):
-        run_here(Bench("memory"), RUNS, found.append, lambda run, *step: steps.append((run.seed, *step)))
-    assert [result.run.seed for result in found] == [0, 1]
-    assert steps == [(0, 1, 2), (1, 1, 2), (2, 1, 2)]
+        measure(bench, RUNS[2], lambda *step: None)
 
 
 def config(device: Literal["auto", "cpu", "cuda"], precision: Literal["fp32", "bf16"] = "fp32") -> GlueConfig:
