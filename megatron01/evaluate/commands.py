@@ -26,7 +26,7 @@ from megatron01.evaluate.generation import (
     text_generator,
 )
 from megatron01.evaluate.generation import generate as generate_tokens
-from megatron01.evaluate.perplexity import Perplexity, read_held_out, text_of, token_losses
+from megatron01.evaluate.perplexity import Perplexity, read_documents, read_held_out, token_losses
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import write_atomically, writing
 
@@ -35,7 +35,9 @@ ItemT = TypeVar("ItemT")
 
 def generate(config: GenerateConfig) -> None:
     """Continue texts from flags, a file or standard input. Raises UserError if the model or a text cannot be used."""
-    texts = [] if config.interactive else _texts(config)
+    texts = list(config.text or ())
+    if config.input is not None:
+        texts = read_documents(str(config.input), by_line=True)
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
     sampling = Sampling(greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)
@@ -134,22 +136,6 @@ def _load(config: InferenceConfig) -> LoadedModel:
     for note in loaded.notes:
         print(f"WARNING: {note}", file=sys.stderr)
     return loaded
-
-
-def _texts(config: GenerateConfig) -> list[str]:
-    if config.text is not None:
-        return list(config.text)
-    assert config.input is not None
-    path = config.input
-    try:
-        lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except OSError as error:
-        raise UserError(f"input {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"input {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
-    if path.suffix != ".jsonl":
-        return lines
-    return [text_of(line, f"{path} line {number}") for number, line in enumerate(lines, start=1)]
 
 
 def _encode(text: str, model: GPT2, tokenizer: Tokenizer) -> list[int]:

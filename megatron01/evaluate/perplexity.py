@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.cross_entropy import cross_entropy
 from megatron01.models.gpt2 import GPT2
+from megatron01.utils.files import json_object
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ def _indexed_tokens(prefix: str, tokenizer: Tokenizer) -> NDArray[np.integer]:
     return tokens
 
 
-def read_documents(data: str) -> list[str]:
-    """Documents of a text file, compressed or not: the whole text, or one per line for JSON lines.
+def read_documents(data: str, *, by_line: bool = False) -> list[str]:
+    """Documents of a text file, compressed or not: of JSON lines one in each line; else the whole text, or its lines.
 
-    Raises UserError if it cannot be read, is not UTF-8, or a line holds no text.
+    Raises UserError if it cannot be read, is not UTF-8, or a line of JSON holds no text.
     """
     path = Path(data)
     try:
@@ -166,27 +166,21 @@ def read_documents(data: str) -> list[str]:
             content = b"".join(unpacked_blocks(stream, detect_compression(stream)))
         text = content.decode("utf-8-sig")
     except OSError as error:
-        raise UserError(
-            f"data {data} cannot be read: {error.strerror}; expected a file, or a prefix with .idx"
-        ) from error
+        hint = "" if by_line else "; expected a file, or a prefix with .idx"
+        raise UserError(f"input {data} cannot be read: {error.strerror}{hint}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"data {data} is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise UserError(f"input {data} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if not any(suffix in _JSON_LINES for suffix in path.suffixes):
-        return [text]
-    lines = enumerate(text.split("\n"), start=1)
-    return [text_of(line, f"{data} line {number}") for number, line in lines if line.strip()]
-
-
-def text_of(line: str, place: str) -> str:
-    """The value of the key 'text' of a JSON line. Raises UserError, which names ``place``, if there is none."""
-    try:
-        document = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{place} is not JSON ({error})") from error
-    text = document.get("text") if isinstance(document, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f"{place} has no text under the key 'text'")
-    return text
+        return text.removesuffix("\n").split("\n") if by_line else [text]
+    documents = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{data} line {number}"
+            document = json_object(line, place, expected="an object with the key 'text' in each line").get("text")
+            if not isinstance(document, str):
+                raise UserError(f"{place} has no text under the key 'text'")
+            documents.append(document)
+    return documents
 
 
 def _encoded(documents: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:

@@ -8,7 +8,6 @@ columns of the data set ``nyu-mll/glue``.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 import warnings
@@ -29,7 +28,7 @@ from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn
 from megatron01.finetune.sweep import Sweep, devices_for
-from megatron01.utils.files import write_atomically, writing
+from megatron01.utils.files import json_object, write_atomically, writing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,6 @@ class Task:
 
     Attributes:
         name: as in the papers.
-        folders: lower-case names of its folder; the last is its name on the hub.
         first, second: names of the sentence columns in different layouts; ``second`` is empty for single sentences.
         label: names of the label column, likewise.
         labels: class names by class number; empty for scores from 0 to 5.
@@ -67,7 +65,6 @@ class Task:
     """
 
     name: TaskName
-    folders: tuple[str, ...]
     first: tuple[str, ...]
     second: tuple[str, ...] = ()
     label: tuple[str, ...] = ("label",)
@@ -79,31 +76,34 @@ class Task:
     has_broken_rows: bool = False
 
     @property
+    def folders(self) -> list[str]:
+        """Lower-case names of its folder; the last is its name on the hub."""
+        return [self.name.lower(), self.name.lower().replace("-", "")]
+
+    @property
     def is_regression(self) -> bool:
         return not self.labels
 
 
-def _task(name: TaskName, *columns: tuple[str, str], **others: Any) -> Task:
+def _task(name: TaskName, *columns: Column, **others: Any) -> Task:
     """A task with one test set, unless ``test`` is given."""
-    test = (Split(names=("test",), submission=f"{name}.tsv"),)
-    folders = tuple(dict.fromkeys([name.lower(), name.lower().replace("-", "")]))
-    titled = tuple(Column(*column) for column in columns)
-    return Task(name=name, folders=folders, columns=titled, **{"test": test} | others)
+    return Task(name=name, columns=columns, **{"test": (Split(names=("test",), submission=f"{name}.tsv"),)} | others)
 
 
 _PAIR: dict[str, Any] = {"first": ("sentence1",), "second": ("sentence2",)}
 _ENTAILMENT = ("entailment", "not_entailment")
 _PREMISE: dict[str, Any] = {"first": ("sentence1", "premise"), "second": ("sentence2", "hypothesis")}
 _TASKS = [
-    _task("RTE", ("accuracy", "RTE"), **_PREMISE, labels=_ENTAILMENT),
-    _task("MRPC", ("accuracy", "MRPC"), ("f1", "MRPC F1"), first=("#1 String", "sentence1"),
+    _task("RTE", Column("accuracy", "RTE"), **_PREMISE, labels=_ENTAILMENT),
+    _task("MRPC", Column("accuracy", "MRPC"), Column("f1", "MRPC F1"), first=("#1 String", "sentence1"),
           second=("#2 String", "sentence2"), label=("Quality", "label")),
-    _task("CoLA", ("matthews", "CoLA"), first=("sentence",), headless_tsv=("source", "label", "mark", "sentence")),
-    _task("SST-2", ("accuracy", "SST-2"), first=("sentence",)),
-    _task("QNLI", ("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=_ENTAILMENT),
-    _task("QQP", ("accuracy", "QQP"), ("f1", "QQP F1"), first=("question1",), second=("question2",),
+    _task("CoLA", Column("matthews", "CoLA"), first=("sentence",),
+          headless_tsv=("source", "label", "mark", "sentence")),
+    _task("SST-2", Column("accuracy", "SST-2"), first=("sentence",)),
+    _task("QNLI", Column("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=_ENTAILMENT),
+    _task("QQP", Column("accuracy", "QQP"), Column("f1", "QQP F1"), first=("question1",), second=("question2",),
           label=("is_duplicate", "label"), has_broken_rows=True),
-    _task("MNLI", ("accuracy_matched", "MNLI-m"), ("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
+    _task("MNLI", Column("accuracy_matched", "MNLI-m"), Column("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
           label=("gold_label", "label"), labels=("entailment", "neutral", "contradiction"),
           dev=(Split(names=("dev_matched", "validation_matched")),
                Split(names=("dev_mismatched", "validation_mismatched"))),
@@ -111,8 +111,9 @@ _TASKS = [
                 Split(names=("test_mismatched",), submission="MNLI-mm.tsv"),
                 Split(names=("diagnostic", "test"), folders=("diagnostic", "ax"), submission="AX.tsv",
                       is_optional=True))),
-    _task("STS-B", ("spearman", "STS-B"), ("pearson", "STS-B Pearson"), **_PAIR, label=("score", "label"), labels=()),
-    _task("WNLI", ("accuracy", "WNLI"), **_PAIR),
+    _task("STS-B", Column("spearman", "STS-B"), Column("pearson", "STS-B Pearson"), **_PAIR,
+          label=("score", "label"), labels=()),
+    _task("WNLI", Column("accuracy", "WNLI"), **_PAIR),
 ]  # fmt: skip
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
@@ -185,13 +186,8 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def _json_lines(path: Path) -> Rows:
     for number, line in _lines(path):
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path} line {number} is not JSON ({error}); expected one object a line") from error
-        if not isinstance(entry, dict):
-            raise UserError(f"{path} line {number} is not a JSON object; expected columns by name")
-        yield f"{path} line {number}", entry
+        place = f"{path} line {number}"
+        yield place, json_object(line, place, expected="an object with the columns by name in each line")
 
 
 def _parquet(path: Path) -> Rows:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from megatron01.errors import UserError, nearest
 from megatron01.utils.files import read_json_object, write_atomically, writing
-from megatron01.utils.formatting import columns, markdown, one_line
+from megatron01.utils.formatting import columns, one_line
 
 SETTINGS_FILE = "sweep.json"
 
@@ -141,12 +141,12 @@ class SweepFolder:
         try:
             result = _result(read_json_object(path, expected="one that a sweep has written"), run, metrics)
         except UserError as error:
-            warn(f"{error}; the run counts as not made")
+            warn(f"{error}; the run counts as unfinished")
             return None
         if result.data != data:
             raise UserError(
-                f"{path} is of other examples of {run.task} than there are now; give another --output, or the data of"
-                " that sweep"
+                f"{path} has the result of other examples of {run.task} than are given; give another --output, or the"
+                " data of that sweep"
             )
         return result
 
@@ -172,7 +172,7 @@ def _result(entries: dict[str, Any], run: Run, metrics: Iterable[str]) -> Result
             return result
     except (TypeError, LookupError, OverflowError):
         pass
-    raise UserError(f"the file of {run} is not the result of that run")
+    raise UserError(f"the file of {run} does not hold the result of that run")
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def read_published(path: Path, titles: tuple[str, ...]) -> list[TableRow]:
     except OSError as error:
         raise UserError(f"published {path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path} is no CSV file ({error})") from error
+        raise UserError(f"{path} is not a CSV file ({error})") from error
 
 
 def _row(entries: Mapping[str, str | None], place: str) -> TableRow:
@@ -265,8 +265,7 @@ class Setting:
 
     def spread(self, metric: str) -> tuple[float, float, float]:
         """Median, lowest and highest value."""
-        values = self.values(metric)
-        return statistics.median(values), min(values), max(values)
+        return self.median(metric), min(self.values(metric)), max(self.values(metric))
 
     @property
     def num_diverged(self) -> int:
@@ -302,11 +301,8 @@ def best_settings(settings: Iterable[Setting], columns_of: Columns) -> dict[str,
 
 def own_row(name: str, best: Mapping[str, Setting], columns_of: Columns) -> TableRow:
     """The comparison row of the fine-tuned model: medians of the best settings, in per cent."""
-    values = {}
-    for task, setting in best.items():
-        for column in columns_of[task]:
-            values[column.title] = 100 * setting.median(column.metric)
-    return TableRow(name, values)
+    medians = {c.title: 100 * setting.median(c.metric) for task, setting in best.items() for c in columns_of[task]}
+    return TableRow(name, medians)
 
 
 def best_lines(best: Mapping[str, Setting], columns_of: Columns) -> list[str]:
@@ -365,27 +361,3 @@ def _inert(cell: str) -> str:
     cell = one_line(cell)
     is_formula = len(cell) > 1 and cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
     return f"'{cell}" if is_formula else cell
-
-
-def write_tables(
-    folder: Path, cells: Sequence[Sequence[str]], settings: Iterable[Setting], columns_of: Columns, remarks: str
-) -> list[str]:
-    """Write the comparison table and the table of all settings; returns the names of the files.
-
-    Args:
-        cells: of the comparison table.
-        remarks: text below it in the Markdown file.
-
-    Raises:
-        UserError: if a file cannot be written.
-    """
-    files = {
-        "results.md": markdown(cells) + remarks,
-        "results.csv": to_csv(cells),
-        "results.tex": latex(cells),
-        "settings.csv": to_csv(all_settings(settings, columns_of)),
-    }
-    for name, text in files.items():
-        with writing(folder / name):
-            write_atomically(folder / name, text)
-    return list(files)

@@ -25,16 +25,18 @@ from megatron01.finetune.results import (
     SweepFolder,
     TableRow,
     Value,
+    all_settings,
     best_lines,
     best_settings,
     comparison,
+    latex,
     own_row,
     settings_of,
+    to_csv,
     warn,
-    write_tables,
 )
-from megatron01.utils.files import write_atomically
-from megatron01.utils.formatting import columns, format_duration
+from megatron01.utils.files import write_atomically, writing
+from megatron01.utils.formatting import columns, format_duration, markdown
 from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
 from megatron01.utils.signals import Stopped
@@ -283,7 +285,15 @@ class Sweep:
             print(f"\n{note}")
             indented = "\n".join(f"    {line}" for line in spread)
             remarks = f"\n{note}\n\n{what}:\n\n{indented}\n"
-        files = write_tables(config.output, cells, settings, columns_of, remarks)
+        files = {
+            "results.md": markdown(cells) + remarks,
+            "results.csv": to_csv(cells),
+            "results.tex": latex(cells),
+            "settings.csv": to_csv(all_settings(settings, columns_of)),
+        }
+        for name, text in files.items():
+            with writing(config.output / name):
+                write_atomically(config.output / name, text)
         print(f"\nwrote {', '.join(files)} in {config.output}")
         return best
 

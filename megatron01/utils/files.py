@@ -146,11 +146,18 @@ def writing(place: str | os.PathLike[str]) -> Iterator[None]:
 def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:
     """Read a JSON object from a file. Raises UserError if it cannot be read, or does not hold a JSON object."""
     try:
-        contents = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    return json_object(content, str(path), expected=expected)
+
+
+def json_object(content: bytes | str, place: str, *, expected: str) -> dict[str, Any]:
+    """Parse a JSON object (bytes are UTF-8). Raises UserError, which names ``place``, if it is none."""
+    try:
+        contents = json.loads(content.decode("utf-8-sig") if isinstance(content, bytes) else content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}); expected {expected}") from error
+        raise UserError(f"{place} is not JSON ({error}); expected {expected}") from error
     if not isinstance(contents, dict):
-        raise UserError(f"{path} is not a JSON object; expected {expected}")
+        raise UserError(f"{place} is not a JSON object; expected {expected}")
     return contents

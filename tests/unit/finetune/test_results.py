@@ -103,7 +103,7 @@ def test_rows_that_a_user_adds(tmp_path):
         (b"", r"more.csv has no column 'model', only nothing"),
         (b"model,RTE\nx,1\ny,high\n", r"more.csv line 3: RTE is 'high'; expected a number in per cent"),
         (b"model,RTE\nx,7050\n", r"more.csv line 2: RTE is '7050'"),
-        (b"model,RTE\n\xff,1\n", r"more.csv is no CSV file"),
+        (b"model,RTE\n\xff,1\n", r"more.csv is not a CSV file"),
         (b"model,RTE\nx,1,2\n", r"more.csv line 2 has more cells than columns"),
         (b"model,RTE\n,1\n", r"more.csv line 2 names no model"),
     ],

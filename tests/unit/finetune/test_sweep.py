@@ -65,14 +65,14 @@ def test_a_result_is_found_again(folder, tmp_path, warnings):
         lambda text: "\ud800".encode("utf-16", "surrogatepass").decode("latin-1"),
     ],
 )
-def test_a_damaged_result_is_named_and_counts_as_not_made(folder, warnings, damage):
+def test_a_damaged_result_is_named_and_counts_as_unfinished(folder, warnings, damage):
     folder.store(result())
     path = folder.path(RUN)
     path.write_text(damage(path.read_text()), encoding="latin-1")
     assert folder.result(RUN, "d", ["accuracy"]) is None
     (warning,) = warnings
     assert str(path) in warning or str(RUN) in warning
-    assert warning.endswith("the run counts as not made")
+    assert warning.endswith("the run counts as unfinished")
     folder.store(result())
     assert folder.result(RUN, "d", ["accuracy"]) == result()
 
@@ -85,7 +85,7 @@ def test_a_sweep_of_other_settings_or_data_is_refused(folder):
     with pytest.raises(UserError, match=r"sweep.json says more None, and now it is 1"):
         SweepFolder(folder.folder, COMMON | {"more": 1})
     folder.store(result())
-    with pytest.raises(UserError, match=r"seed2.json is of other examples of RTE than there are now"):
+    with pytest.raises(UserError, match=r"seed2.json has the result of other examples of RTE than are given"):
         folder.result(RUN, "e", ["accuracy"])
     (folder.folder / "sweep.json").write_text('{"epo')
     with pytest.raises(UserError, match=r"sweep.json is not JSON"):
