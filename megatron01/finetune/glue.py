@@ -61,7 +61,7 @@ class Task:
             tables).
         dev, test: sets to evaluate and to predict.
         headless_tsv: columns of training and development files that have no header.
-        has_broken_rows: True if the original training file has truncated rows, which are left out.
+        has_incomplete_rows: True if the original training file has truncated rows, which are left out.
     """
 
     name: TaskName
@@ -73,7 +73,7 @@ class Task:
     dev: tuple[Split, ...] = (Split(names=("dev", "validation")),)
     test: tuple[Split, ...]
     headless_tsv: tuple[str, ...] = ()
-    has_broken_rows: bool = False
+    has_incomplete_rows: bool = False
 
     @property
     def folders(self) -> list[str]:
@@ -102,7 +102,7 @@ _TASKS = [
     _task("SST-2", Column("accuracy", "SST-2"), first=("sentence",)),
     _task("QNLI", Column("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=_ENTAILMENT),
     _task("QQP", Column("accuracy", "QQP"), Column("f1", "QQP F1"), first=("question1",), second=("question2",),
-          label=("is_duplicate", "label"), has_broken_rows=True),
+          label=("is_duplicate", "label"), has_incomplete_rows=True),
     _task("MNLI", Column("accuracy_matched", "MNLI-m"), Column("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
           label=("gold_label", "label"), labels=("entailment", "neutral", "contradiction"),
           dev=(Split(names=("dev_matched", "validation_matched")),
@@ -257,49 +257,47 @@ def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int 
         UserError: if a file or column is missing, or a value cannot be used; it names file and line.
     """
     notes: list[str] = []
-    train = _read_split(data, task, _TRAIN, notes, max_train)
-    dev = [_read_split(data, task, split, notes, max_dev) for split in task.dev]
-    assert train is not None
-    return TaskData(train, [examples for examples in dev if examples is not None], tuple(notes))
+    train = read_split(data, task, _TRAIN, limit=max_train, notes=notes)
+    dev = [read_split(data, task, split, limit=max_dev) for split in task.dev]
+    return TaskData(train, dev, tuple(notes))
 
 
-def read_test_set(data: str, task: Task, split: Split) -> list[Example] | None:
-    """A test set, without labels; None if it is optional and missing. Raises as ``read_task`` does."""
-    return _read_split(data, task, split, [])
+def read_split(
+    data: str, task: Task, split: Split, *, limit: int | None = None, notes: list[str] | None = None
+) -> list[Example]:
+    """The examples of one set, without labels for a test set; none if it is optional and missing.
 
-
-def _read_split(
-    data: str, task: Task, split: Split, notes: list[str], limit: int | None = None
-) -> list[Example] | None:
+    Warnings are appended to ``notes``. Raises as ``read_task`` does.
+    """
     is_test = bool(split.submission)
     wanted = [names for names in (task.first, task.second, () if is_test else task.label) if names]
     name = (split.folders or task.folders)[-1]
     if Path(data).is_dir():
         path = _find(Path(data), task, split)
         if path is None:
-            return None
+            return []
         rows, source = read_rows(path, task, wanted), str(path)
     elif _HUB_NAME.fullmatch(data):
         rows, source = _from_hub(data, name, split), f"{data} {name} {split.names[0]}"
     else:
-        raise UserError(f"data is {data!r}, which is not there; expected a folder with one for each task")
+        raise UserError(f"input is {data!r}, which does not exist; expected a folder with one for each task")
     examples: list[Example] = []
-    broken: list[str] = []
+    incomplete: list[str] = []
     for place, row in itertools.islice(rows, limit):
         values = [row[_column(names, row, place)] for names in wanted]
         if any(value is None for value in values):
             # only the original training file of QQP has truncated rows
-            if not (task.has_broken_rows and split is _TRAIN):
-                raise UserError(f"{place} breaks off: it has too few columns, or an empty one")
-            broken.append(place)
+            if not (task.has_incomplete_rows and split is _TRAIN):
+                raise UserError(f"{place} is incomplete: it has too few columns, or an empty one")
+            incomplete.append(place)
             continue
         label = None if is_test else _label(values.pop(), task, place)
         texts = [checked_text(value, "a sentence", place) for value in values]
         index = next((row[name] for name in _INDEX if name in row), None)
         number = str(len(examples) if index is None else index)
         examples.append(Example(number, texts[0], texts[1] if task.second else None, label))
-    if broken:
-        notes.append(f"{len(broken)} rows of {source} break off and are left out, the first at {broken[0]}")
+    if incomplete and notes is not None:
+        notes.append(f"{len(incomplete)} rows of {source} are incomplete and left out, the first at {incomplete[0]}")
     if not examples:
         raise UserError(f"{source} holds no examples")
     return examples
@@ -343,7 +341,7 @@ def _from_hub(name: str, config: str, split: Split) -> Rows:
         import datasets
     except ImportError as error:
         raise UserError(
-            f"data is {name!r}, which is no folder; to read it from a hub: pip install 'megatron01[data]'"
+            f"input is {name!r}, which is not a folder; to read it from a hub: pip install 'megatron01[data]'"
         ) from error
     try:
         loaded = datasets.load_dataset(name, config)
@@ -355,7 +353,8 @@ def _from_hub(name: str, config: str, split: Split) -> Rows:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"data is {name!r}, which is no folder, and cannot be had from a hub as {config} ({reason}); give a folder"
+            f"input is {name!r}, which is not a folder, and its {config} cannot be loaded from a hub ({reason}); give a"
+            " folder"
         ) from error
 
 
@@ -396,7 +395,7 @@ class Labelled(NamedTuple):
     """An encoded example and its label."""
 
     encoded: Encoded
-    label: int | float
+    label: int | float | None
 
 
 class GlueBench(FineTuneBench):
@@ -447,11 +446,10 @@ class GlueBench(FineTuneBench):
         """Encoded training set and development sets of a task; those of the last task are cached."""
         if self._inputs is None or self._inputs[0] != task:
             data = self.data(task)
-            sets = []
-            for examples in (data.train, *data.dev):
-                labels = [example.label for example in examples]
-                pairs = zip(self._encode(task, examples), labels, strict=True)
-                sets.append([Labelled(encoded, label) for encoded, label in pairs if label is not None])
+            sets = [
+                list(map(Labelled, self._encode(task, examples), (example.label for example in examples)))
+                for examples in (data.train, *data.dev)
+            ]
             self._inputs = (task, sets)
         return self._inputs[1]
 
@@ -479,8 +477,7 @@ class GlueBench(FineTuneBench):
             model.config.label2id = {label: number for number, label in enumerate(labels)}
         super().write(model, task)
         for split in TASKS[task].test if self.config.submission else ():
-            examples = read_test_set(self.config.input, TASKS[task], split)
-            if examples is not None:
+            if examples := read_split(self.config.input, TASKS[task], split):
                 path = self.config.output / "submission" / split.submission
                 outputs = self._logits(model, TASKS[task], self._encode(task, examples))
                 write_submission(path, examples, predictions(TASKS[task], outputs))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Head = Literal["SequenceClassification", "QuestionAnswering"]
 
-_FAR = 1_000_000  # model_max_length for a tokenizer without a limit
+_NO_LIMIT = 1_000_000  # model_max_length for a tokenizer without a limit
 _MOST_UNUSED_ROWS = 1024  # padding of word embeddings beyond the tokenizer's ids
 _DROPOUTS = (  # names in configurations of transformers' encoders
     "hidden_dropout_prob",
@@ -182,7 +182,7 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
             return _load_folder(path, path, load, head)
         with tempfile.TemporaryDirectory() as folder:
             built = build_tokenizer(tokenizer)
-            write_tokenizer(tokenizer, built, Path(folder), max_length=_FAR)
+            write_tokenizer(tokenizer, built, Path(folder), max_length=_NO_LIMIT)
             pretrained = _load_folder(path, Path(folder), load, head)
         if (own := find_tokenizer(path, model_type=pretrained.config.model_type)) is not None:
             require_same_rules(built, build_tokenizer(own))
@@ -209,13 +209,13 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
 
     logging.set_verbosity_error()  # suppresses warnings about newly initialized heads
     logging.disable_progress_bar()
-    with _saying(source, "model"):
+    with _naming(source, "model"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         model, loaded = _auto_class(head).from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
-    with _saying(source, "tokenizer"):
+    with _naming(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
     prefix = f"{model.base_model_prefix}."
     body = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
@@ -223,7 +223,9 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
     missing = (set(loaded["missing_keys"]) | replaced) & set(body)
     for name in sorted(missing):
         if ".pooler." not in name:
-            raise UserError(f"{source} lacks the weights {name}, or has others than its settings say; copy it again")
+            raise UserError(
+                f"{source} lacks the weights {name}, or their shape is not that of its settings; copy it again"
+            )
         del body[name]
     refuse_non_finite(body, source)
     encoder = _encoder(tokenizer, config, source)
@@ -290,7 +292,7 @@ def _fingerprint(body: dict[str, Tensor]) -> str:
 
 
 @contextmanager
-def _saying(source: str, what: str) -> Iterator[None]:
+def _naming(source: str, what: str) -> Iterator[None]:
     """Context manager that turns any error of the libraries into a UserError that names the folder."""
     try:
         yield

@@ -123,7 +123,7 @@ class SweepFolder:
             was, now = found.get(name), common.get(name)
             if was != now:
                 raise UserError(
-                    f"{path} says {name} {was}, and now it is {now}; give another --output for another sweep"
+                    f"{path} has {name} {was}, but now it is {now}; give another --output for another sweep"
                 )
 
     def result(self, run: Run, data: str, metrics: Iterable[str]) -> Result | None:
@@ -353,11 +353,11 @@ def latex(cells: Sequence[Sequence[str]]) -> str:
 def to_csv(cells: Iterable[Sequence[str]]) -> str:
     """Cells as CSV, each on one line; cells that a spreadsheet would execute as formulas get an apostrophe in front."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[_inert(cell) for cell in row] for row in cells])
+    csv.writer(text, lineterminator="\n").writerows([[_without_formula(cell) for cell in row] for row in cells])
     return text.getvalue()
 
 
-def _inert(cell: str) -> str:
+def _without_formula(cell: str) -> str:
     cell = one_line(cell)
     is_formula = len(cell) > 1 and cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
     return f"'{cell}" if is_formula else cell

@@ -75,7 +75,7 @@ def _question(entry: Any, context: str, place: str) -> Question:
     for answer, inner in _each(entry, "answers", where):
         text, start = _text(answer, "text", inner), answer.get("answer_start")
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
-            raise UserError(f"{inner}: answer_start is {start!r}; expected a place in the context")
+            raise UserError(f"{inner}: answer_start is {start!r}; expected the place of a character in the context")
         if not text or context[start : start + len(text)] != text:
             raise UserError(
                 f"{inner}: the answer {text[:40]!r} is not at character {start} of its context; there is"

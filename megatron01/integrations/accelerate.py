@@ -74,8 +74,7 @@ class _StateOfReplicas:
 
         def state_dict() -> dict[str, Any]:
             if holder not in self._to_mark:
-                found: dict[str, Any] = own_state()
-                return found
+                return own_state()
             self._to_mark.remove(holder)
             return marker(self._optimizer)
 

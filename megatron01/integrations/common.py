@@ -57,12 +57,11 @@ def found_optimizer(value: Any) -> FlatOptimizer | None:
     return found
 
 
-def keep_all_local(module: torch.nn.Module) -> torch.nn.Module:
+def keep_all_local(module: torch.nn.Module) -> None:
     """Apply ``keep_gradients_local`` to the DistributedDataParallel modules that a framework put around a model."""
     for inner in module.modules():
         if isinstance(inner, DistributedDataParallel):
             keep_gradients_local(inner)
-    return module
 
 
 class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
@@ -126,12 +125,12 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
     scale = None if scaler is None else scaler.state_dict()
     path = folder / f"replica_{rank}_of_{size}.pt"
     new = path.with_name(f"{path.name}.new")
-    with _failing_together(), writing(path):
+    with _error_on_all_replicas(), writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         with open(new, "wb") as file:
             _write({**state, "error_places": places, "save": save, "grad_scaler": scale}, file)
         os.replace(new, path)
-    with _failing_together(), writing(folder):
+    with _error_on_all_replicas(), writing(folder):
         for old, _, others in _saved(folder) if rank == 0 else []:
             if others != size:
                 old.unlink()
@@ -156,7 +155,7 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
             (the last was interrupted), or the state does not fit.
     """
     folder = Path(folder)
-    with _failing_together():
+    with _error_on_all_replicas():
         state = _read_own(optimizer, folder)
     if len(set(_gathered(state["save"]))) > 1:
         raise UserError(_different_saves(folder), scope="job")
@@ -218,21 +217,23 @@ def _read(path: Path) -> dict[str, Any]:
             state = torch.load(path, weights_only=True, map_location="cpu")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from error
-    except Exception:  # a damaged or foreign file can raise nearly anything
+    except Exception:  # a damaged file, or one of another program, can raise nearly anything
         pass
     if not isinstance(state, dict) or not {"save", "replica", "replicated"} <= set(state):
-        raise UserError(f"{path} is damaged, or not of save_state; copy it anew, or go on from an earlier checkpoint")
+        raise UserError(
+            f"{path} is damaged, or save_state did not write it; copy it again, or resume from an earlier checkpoint"
+        )
     return state
 
 
 def _different_saves(folder: Path) -> str:
     return (
-        f"{folder} holds states of different saves, as the last one was interrupted; go on from an earlier checkpoint"
+        f"{folder} holds states of different saves, as the last one was interrupted; resume from an earlier checkpoint"
     )
 
 
 @contextmanager
-def _failing_together() -> Iterator[None]:
+def _error_on_all_replicas() -> Iterator[None]:
     """Context manager that raises a UserError of one replica on all of them. Collective, at its end."""
     own: UserError | None = None
     try:

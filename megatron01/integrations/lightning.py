@@ -112,8 +112,7 @@ class CompressedDDP(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._loaded_from = checkpoint_path
-        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        return found
+        return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
@@ -157,8 +156,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         name, ours = _entry_of_ours(state) if isinstance(state, dict) else ("", None)
         if ours is None:
-            found: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
-            return found
+            return super().load_checkpoint(path, state, *args, **kwargs)
         others = {key: value for key, value in state.items() if key != name}
         rest: dict[str, Any] = super().load_checkpoint(path, others, *args, **kwargs)
         state.update(others)

@@ -98,4 +98,4 @@ def fingerprint_alone(folder: Path) -> str:
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a file of torch"])
 def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "replica_0_of_1.pt").write_bytes(content)
-    assert "replica_0_of_1.pt is damaged, or not of save_state" in error_of(fingerprint_alone, tmp_path)
+    assert "replica_0_of_1.pt is damaged, or save_state did not write it" in error_of(fingerprint_alone, tmp_path)

@@ -111,7 +111,7 @@ def try_fault(pool: ProcessPool, plan: Plan, references: Path, folder: Path) -> 
             outcome.problems.append(f"the run did not end well: {messages[-300:]}")
             break
         if not plan.injections:
-            outcome.noticed = "is damaged, or not of save_state" in messages
+            outcome.noticed = "is damaged, or save_state did not write it" in messages
         shutil.rmtree(newest(folder))
         outcome.lost_steps = SAVED_EVERY
     if not outcome.recovered or outcome.noticed is False or outcome.hung:

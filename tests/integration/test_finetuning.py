@@ -184,7 +184,7 @@ def test_a_sweep_that_was_stopped_goes_on(
     glue(GlueConfig(**settings(model_folder, data, tmp_path / "stopped", **grid, report_only=True)))
     assert len(calls) == 10
     other = settings(model_folder, data, tmp_path / "stopped", **grid) | {"epochs": 2.0}
-    with pytest.raises(UserError, match=r"sweep.json says epochs 1.0, and now it is 2.0"):
+    with pytest.raises(UserError, match=r"sweep.json has epochs 1.0, but now it is 2.0"):
         glue(GlueConfig(**other))
 
 
@@ -295,7 +295,7 @@ def test_squad(model_folder: Path, squad_file: Path, tmp_path: Path, capsys: pyt
         (lambda text: text.replace('"context"', '"text"'), r"data\[0\] paragraphs\[0\]: 'context' is None"),
         (lambda text: text.replace("48", "47"), r"qas\[1\] \(q2\) answers\[0\]: the answer 'seven boats' is not at"),
         (lambda text: text.replace("48", "4800"), r"is not at character 4800 of its context; there is ''"),
-        (lambda text: text.replace("48", "null"), r"answer_start is None; expected a place"),
+        (lambda text: text.replace("48", "null"), r"answer_start is None; expected the place"),
         (lambda text: text.replace("q2", "q1"), r"has two questions with the id q1"),
         (lambda text: text.replace('[{"text": "brown fox", "answer_start": 10}]', "[]"), r"\(q1\) has no answer"),
         (lambda text: '{"data": []}', "squad.json holds no questions"),

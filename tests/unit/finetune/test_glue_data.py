@@ -6,7 +6,7 @@ import types
 import pytest
 
 from megatron01.errors import UserError
-from megatron01.finetune.glue import TASKS, Example, read_task, read_test_set
+from megatron01.finetune.glue import TASKS, Example, read_split, read_task
 from tests.unit.finetune.rows import FIRST, HUB_NAMES, SECOND, hub_sets, labels, write_hub_layout, write_tsv
 
 
@@ -25,7 +25,7 @@ def check(data, task):
     assert without_index(found.train) == without_index(expected(task))
     assert [without_index(examples) for examples in found.dev] == [without_index(expected(task))] * len(TASKS[task].dev)
     for split in TASKS[task].test:
-        tests = read_test_set(str(data), TASKS[task], split)
+        tests = read_split(str(data), TASKS[task], split)
         if not split.is_optional:
             assert tests == [Example(e.index, e.first, e.second, None) for e in expected(task)]
     return found
@@ -51,17 +51,19 @@ def test_from_a_hub(task, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     found = read_task("some/glue", TASKS[task])
     assert without_index(found.train) == without_index(expected(task))
-    with pytest.raises(UserError, match="data is 'some/glue', which is no folder, and cannot be had from a hub as rte"):
+    with pytest.raises(
+        UserError, match="input is 'some/glue', which is not a folder, and its rte cannot be loaded from a hub"
+    ):
         read_task("some/glue", TASKS["RTE"])
 
 
 def test_the_diagnostic_set_lies_beside_mnli(tmp_path):
     write_tsv(tmp_path / "MNLI", "MNLI")
     split = TASKS["MNLI"].test[-1]
-    assert read_test_set(str(tmp_path), TASKS["MNLI"], split) is None
+    assert read_split(str(tmp_path), TASKS["MNLI"], split) == []
     (tmp_path / "diagnostic").mkdir()
     (tmp_path / "diagnostic" / "diagnostic.tsv").write_text("index\tsentence1\tsentence2\n7\ta fox .\tthe fox .\n")
-    assert read_test_set(str(tmp_path), TASKS["MNLI"], split) == [Example("7", "a fox .", "the fox .", None)]
+    assert read_split(str(tmp_path), TASKS["MNLI"], split) == [Example("7", "a fox .", "the fox .", None)]
 
 
 def test_rows_of_qqp_that_break_off_are_left_out_of_training_alone(tmp_path):
@@ -70,9 +72,9 @@ def test_rows_of_qqp_that_break_off_are_left_out_of_training_alone(tmp_path):
     train.write_text(train.read_text() + "9\t1\t2\tonly a question\n")
     data = read_task(str(tmp_path), TASKS["QQP"])
     assert len(data.train) == 4
-    assert data.notes == (f"1 rows of {train} break off and are left out, the first at {train} line 6",)
+    assert data.notes == (f"1 rows of {train} are incomplete and left out, the first at {train} line 6",)
     dev.write_text(dev.read_text() + "9\t1\t2\tonly a question\n")
-    with pytest.raises(UserError, match=rf"{dev} line 6 breaks off"):
+    with pytest.raises(UserError, match=rf"{dev} line 6 is incomplete"):
         read_task(str(tmp_path), TASKS["QQP"])
 
 
@@ -108,7 +110,7 @@ def test_cola_with_a_header_too(tmp_path):
             b"sentence\tlabel\nfine\t1\nbad\t2\n",
             r"dev.tsv line 3: the label of SST-2 is '2'; expec",
         ),
-        ("SST-2", "dev.tsv", b"sentence\tlabel\nfine\n", r"dev.tsv line 2 breaks off"),
+        ("SST-2", "dev.tsv", b"sentence\tlabel\nfine\n", r"dev.tsv line 2 is incomplete"),
         ("SST-2", "dev.tsv", b"sentence\tlabel\n\xff\xfe\t1\n", r"dev.tsv line 2 is not UTF-8 text"),
         (
             "MNLI",
@@ -130,7 +132,7 @@ def test_cola_with_a_header_too(tmp_path):
         ),
         ("MNLI", "train.jsonl", b'{"premise": 1, "hypothesis": "b", "label": 0}', r"line 1: a sentence is 1; expected"),
         ("MNLI", "train.jsonl", b'{"premise": "\\ud800", "hypothesis": "b", "label": 0}', r"line 1: .* surrogate pair"),
-        ("MNLI", "train.jsonl", b'{"premise": null, "hypothesis": "b", "label": 0}', r"line 1 breaks off"),
+        ("MNLI", "train.jsonl", b'{"premise": null, "hypothesis": "b", "label": 0}', r"line 1 is incomplete"),
         ("MNLI", "train.jsonl", b"[1]\n", r"train.jsonl line 1 is not a JSON object"),
         ("MNLI", "train.jsonl", b'{"premise": \n', r"train.jsonl line 1 is not JSON"),
         ("MNLI", "train.jsonl", b"[" * 100000, r"train.jsonl line 1 is not JSON"),
@@ -162,7 +164,7 @@ def test_what_cannot_be_used_is_named(task, file, content, message, tmp_path):
 
 
 def test_a_task_without_a_folder(tmp_path):
-    with pytest.raises(UserError, match=f"data is '{tmp_path}/none', which is not there; expected a folder"):
+    with pytest.raises(UserError, match=f"input is '{tmp_path}/none', which does not exist; expected a folder"):
         read_task(f"{tmp_path}/none", TASKS["SST-2"])
     with pytest.raises(UserError, match=f"{tmp_path} has no folder for SST-2; expected {tmp_path}/SST-2"):
         read_task(str(tmp_path), TASKS["SST-2"])

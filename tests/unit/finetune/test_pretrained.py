@@ -156,7 +156,7 @@ def test_what_is_no_bert_or_damaged(folder, corpus, tmp_path):
     with pytest.raises(UserError, match=f"NaN or infinite elements in {name}"):
         load_pretrained(str(folder), None, HEAD)
     save_file(weights | {name: weights[name][:3].clone()}, folder / "model.safetensors")
-    with pytest.raises(UserError, match=f"lacks the weights {name}, or has others than its settings say"):
+    with pytest.raises(UserError, match=f"lacks the weights {name}, or their shape is not that of its settings"):
         load_pretrained(str(folder), None, HEAD)
     (folder / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(UserError, match="holds no model that can be used"):

@@ -78,11 +78,11 @@ def test_a_damaged_result_is_named_and_counts_as_unfinished(folder, warnings, da
 
 
 def test_a_sweep_of_other_settings_or_data_is_refused(folder):
-    with pytest.raises(UserError, match=r"sweep.json says epochs 3.0, and now it is 2.0; give another --output"):
+    with pytest.raises(UserError, match=r"sweep.json has epochs 3.0, but now it is 2.0; give another --output"):
         SweepFolder(folder.folder, COMMON | {"epochs": 2.0})
-    with pytest.raises(UserError, match=r"sweep.json says dropout None, and now it is 0.1"):
+    with pytest.raises(UserError, match=r"sweep.json has dropout None, but now it is 0.1"):
         SweepFolder(folder.folder, COMMON | {"dropout": 0.1})
-    with pytest.raises(UserError, match=r"sweep.json says more None, and now it is 1"):
+    with pytest.raises(UserError, match=r"sweep.json has more None, but now it is 1"):
         SweepFolder(folder.folder, COMMON | {"more": 1})
     folder.store(result())
     with pytest.raises(UserError, match=r"seed2.json has the result of other examples of RTE than are given"):
