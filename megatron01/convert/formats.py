@@ -45,12 +45,12 @@ def checkpoints_of_run(path: Path) -> Path | None:
     except (LookupError, TypeError):
         save = "null"
     if save == "null":
-        raise UserError(f"{path} is the folder of a run that saved nothing; give the folder of a model")
+        raise UserError(f"{path} is the folder of a run that saved no checkpoints; give the folder of a model")
     places = (Path(save), Path(str(environment.get("working_folder", ""))) / save, path / Path(save).name)
     for place in places:
         if is_checkpoint(place):
             return place
-    raise UserError(f"{path} is the folder of a run whose checkpoints, {save}, are not there; give their folder")
+    raise UserError(f"{path} is the folder of a run whose checkpoints {save} do not exist; give their folder")
 
 
 def _own_checkpoints(path: Path) -> Path | None:
@@ -79,7 +79,7 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
     if is_megatron(path):
         return read_megatron(path, tokenizer)
     raise UserError(
-        f"{load} holds no model that is known here; expected a folder of checkpoints (with iter_... folders), one of"
+        f"{load} holds no model in a known format; expected a folder of checkpoints (with iter_... folders), one of"
         " Hugging Face (with config.json), or one of Megatron-LM (with mp_rank_... folders)"
     )
 

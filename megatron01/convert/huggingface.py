@@ -234,8 +234,8 @@ def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
     } & entries.keys():  # those are ALBERT's and ELECTRA's
         return "bert"
     raise UserError(
-        f'{source} has no model_type, and its other entries do not tell it; add the line "model_type": "bert", (or'
-        " gpt2, or megatron-bert), if it is one of these"
+        f"{source} has no model_type, and it cannot be inferred from the other entries; add the line"
+        ' "model_type": "bert", (or gpt2, or megatron-bert), if it is one of these'
     )
 
 
@@ -277,16 +277,12 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
 def _expanded(config: Config, *, binary_head: bool) -> list[_Tensors]:
     """All tensors of a model, with layer numbers and ``.weight`` or ``.bias`` filled in."""
     rows = _ARCHITECTURES[_model_type(config)].tensors + (_BINARY_HEAD_TENSORS if binary_head else ())
-    modules = [row for row in rows if "#" not in row.ours]
-    in_layers = [row for row in rows if "#" in row.ours]
-    for layer in map(str, range(config.num_layers)):
-        modules += [
-            _Tensors(ours.replace("#", layer), theirs.replace("#", layer), kind) for ours, theirs, kind in in_layers
-        ]
+    placed = [(row, "") for row in rows if "#" not in row.ours]
+    placed += [(row, str(layer)) for layer in range(config.num_layers) for row in rows if "#" in row.ours]
     return [
-        _Tensors(f"{ours}{end}", f"{theirs}{end}", kind)
-        for ours, theirs, kind in modules
-        for end in (("",) if ours.endswith((".weight", ".bias")) else (".weight", ".bias"))
+        _Tensors(f"{row.ours}{end}".replace("#", layer), f"{row.theirs}{end}".replace("#", layer), row.kind)
+        for row, layer in placed
+        for end in (("",) if row.ours.endswith((".weight", ".bias")) else (".weight", ".bias"))
     ]
 
 
@@ -387,7 +383,7 @@ def _check_names(found: Collection[str], expected: Sequence[str], source: str) -
     """Raises UserError if a tensor is missing or unexpected."""
     if leftovers := set(found) - set(expected):
         raise UserError(
-            f"the {source} weights have {len(leftovers)} tensors that the given shape does not explain,"
+            f"the {source} weights have {len(leftovers)} tensors that a model of the given shape does not have,"
             f" such as {min(leftovers)!r}; expected the weights of that architecture and number of layers alone"
         )
     for name in expected:
@@ -464,7 +460,7 @@ def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
     """
     if given.vocab_size != own.vocab_size or given.encode(_SAMPLE) != own.encode(_SAMPLE):
         raise UserError(
-            f"{given.name} ({given.vocab_size} ids) makes other tokens of a text than the model's own {own.name}"
+            f"{given.name} ({given.vocab_size} ids) encodes text differently from the model's own {own.name}"
             f" ({own.vocab_size} ids); give the tokenizer with which the model was trained"
         )
 

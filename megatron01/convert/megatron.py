@@ -74,7 +74,7 @@ def _joined(
             elif all(torch.equal(shard, first) for shard in shards):
                 joined[name] = first
             else:
-                raise UserError(f"{source}: {name} differs between the ranks, which all have the whole of it")
+                raise UserError(f"{source}: {name} differs between the ranks, but is not divided between them")
         except (RuntimeError, IndexError) as error:
             raise UserError(f"{source}: {name} has shape {list(first.shape)}, which does not fit ({error})") from error
     return joined
@@ -175,7 +175,7 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
     try:
         ranks = [_renamed(state["model"], source) for state in states]
     except RecursionError as error:
-        raise UserError(f"{source} holds dictionaries within dictionaries without end; it is damaged") from error
+        raise UserError(f"{source} holds dictionaries that are nested too deeply; it is damaged") from error
     config = _config(args, is_bert="lm_head.dense.weight" in ranks[0], source=source)
     weights = _joined(ranks, config, version=version, source=source)
     if not isinstance(config, BertModelConfig):

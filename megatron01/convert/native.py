@@ -83,7 +83,7 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
     built = files.built
     if metadata.tokenizer_fingerprint not in (built.fingerprint, UNKNOWN_TOKENIZER):
         raise UserError(
-            f"{built.name} is another vocabulary than that with which {checkpoint} was trained (fingerprint"
+            f"{built.name} is not the vocabulary with which {checkpoint} was trained (fingerprint"
             f" {built.fingerprint[:12]} and {metadata.tokenizer_fingerprint[:12]}); give that one with --vocab-file"
             " (and --merge-file, --tokenizer-model)"
         )
@@ -171,7 +171,7 @@ def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
         if not shipped(file).exists():
             flag = "--" + setting.replace("_", "-")
             raise UserError(
-                f"{checkpoint} was trained with the tokenizer {file}, which is not there (seen from here); give"
+                f"{checkpoint} was trained with the tokenizer {file}, which does not exist on this machine; give"
                 f" --tokenizer-type {files.tokenizer_type} and {flag} FILE"
             )
     return files

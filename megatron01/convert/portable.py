@@ -181,12 +181,18 @@ def check_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int
     """Check names and shapes of tensors. Raises UserError naming the first that is missing, unexpected or differs."""
     for name, shape in expected.items():
         if name not in weights:
-            raise UserError(f"the model in {source} lacks {name}, of shape {list(shape)} here; it is another model's")
+            raise UserError(
+                f"the model in {source} lacks {name}, of shape {list(shape)} here; it belongs to another model"
+            )
         found = weights[name].shape
         if found != shape:
-            raise UserError(f"{name} has shape {list(found)} in {source} and {list(shape)} here; it is another model's")
+            raise UserError(
+                f"{name} has shape {list(found)} in {source} and {list(shape)} here; it belongs to another model"
+            )
     if extra := sorted(weights.keys() - expected.keys()):
-        raise UserError(f"the model in {source} has {extra[0]}, which is not expected here; it is another model's")
+        raise UserError(
+            f"the model in {source} has {extra[0]}, which is not expected here; it belongs to another model"
+        )
 
 
 def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:
@@ -199,8 +205,7 @@ def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:
     """Raises UserError naming the first tensor with NaN or infinite elements."""
     for name, count in non_finite(weights).items():
         raise UserError(
-            f"{source} holds {count} NaN or infinite elements in {name}; such a model cannot be used, take an earlier"
-            " checkpoint"
+            f"{source} holds {count} NaN or infinite elements in {name}; it cannot be used; take an earlier checkpoint"
         )
 
 

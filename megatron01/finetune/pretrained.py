@@ -252,7 +252,7 @@ def _encoder(tokenizer: Any, config: Any, source: str) -> TextEncoder:
     backend = tokenizer.backend_tokenizer
     if backend.num_special_tokens_to_add(is_pair=True) < 2:
         raise UserError(
-            f"{source} has a tokenizer that puts no special tokens around texts; expected one with [CLS] and [SEP], by"
+            f"{source} has a tokenizer that adds no special tokens to texts; expected one with [CLS] and [SEP], by"
             " a post_processor in its tokenizer.json"
         )
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
@@ -298,6 +298,4 @@ def _naming(source: str, what: str) -> Iterator[None]:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(
-            f"{source} holds no {what} that can be used ({reason}); give the folder of an encoder"
-        ) from error
+        raise UserError(f"{source} has no {what} that can be used ({reason}); give the folder of an encoder") from error

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_the_run_itself_wins(corpus, models, tmp_path):
         ({"hidden_size": 16}, r"shape \[264, 32\] in .* and \[264, 16\] here"),
         ({"num_attention_heads": 4}, "num_attention_heads 2, and this run 4; give --num-attention-heads 2"),
         ({"layernorm_epsilon": 1e-3}, "layernorm_epsilon"),
-        ({"pretrained_checkpoint": "bert"}, "another vocabulary"),
+        ({"pretrained_checkpoint": "bert"}, "is not the vocabulary with which"),
         ({"pretrained_checkpoint": "none"}, "does not exist"),
     ],
 )

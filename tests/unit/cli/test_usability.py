@@ -212,7 +212,7 @@ def test_the_checkpoints_of_a_run_are_found(tmp_path: Path, monkeypatch: pytest.
     assert checkpoints_of_run(run_dir) is None
     (run_dir / "environment.json").write_text(f'{{"working_folder": "{work}"}}')
     (run_dir / "config.yaml").write_text("checkpoint:\n  save: checkpoints/a\n")
-    with pytest.raises(UserError, match="is the folder of a run whose checkpoints, checkpoints/a, are not there"):
+    with pytest.raises(UserError, match="is the folder of a run whose checkpoints checkpoints/a do not exist"):
         checkpoints_of_run(run_dir)
     for place in (run_dir / "a", work / "checkpoints" / "a", tmp_path / "checkpoints" / "a"):  # the last one wins
         (place / "iter_0000001").mkdir(parents=True)
@@ -221,7 +221,7 @@ def test_the_checkpoints_of_a_run_are_found(tmp_path: Path, monkeypatch: pytest.
         found = checkpoints_of_run(run_dir)
         assert found is not None and found.resolve() == place
     (run_dir / "config.yaml").write_text("checkpoint:\n  save: null\n")
-    with pytest.raises(UserError, match="is the folder of a run that saved nothing"):
+    with pytest.raises(UserError, match="is the folder of a run that saved no checkpoints"):
         checkpoints_of_run(run_dir)
 
 

@@ -254,10 +254,10 @@ def test_what_is_not_here_is_refused_by_name(name, value, gpt, tmp_path):
         (lambda state: state.pop("model"), "no entry 'model'"),
         (lambda state: state.update(checkpoint_version=4.0), "checkpoint_version 4.0"),
         (lambda state: state["model"].update(vision=torch.zeros(2)), "holds vision"),
-        (lambda state: state["model"].update(lm_head={"dense.weight": torch.zeros(2)}), "it is another model's"),
+        (lambda state: state["model"].update(lm_head={"dense.weight": torch.zeros(2)}), "it belongs to another model"),
         (lambda state: state["args"].__dict__.update(num_layers=3), "lacks transformer.layers.2"),
         (lambda state: state["args"].__dict__.update(num_layers=10**12), "num_layers 1000000000000, but holds"),
-        (lambda state: [state["model"].clear(), state["model"].update(model=state["model"])], "without end"),
+        (lambda state: [state["model"].clear(), state["model"].update(model=state["model"])], "nested too deeply"),
         (lambda state: state["args"].__dict__.update(num_attention_heads=1), None),
         (lambda state: state["args"].__dict__.update(vocab_file="/none/vocab.json"), "give --tokenizer-type"),
         (lambda state: state["args"].__dict__.update(tokenizer_type="Fancy"), "the tokenizer Fancy"),
@@ -358,7 +358,7 @@ def test_files_that_torch_did_not_save(content, tmp_path):
 
 
 def test_what_is_none_of_these(tmp_path):
-    with pytest.raises(UserError, match="holds no model that is known here"):
+    with pytest.raises(UserError, match="holds no model in a known format"):
         read_model(str(tmp_path))
     with pytest.raises(UserError, match="does not exist"):
         read_model(str(tmp_path / "none"))

@@ -58,7 +58,7 @@ def test_a_tokenizer_that_is_not_there_is_named(corpus, tmp_path):
     shutil.copytree(corpus, moved)
     save_trained(gpt_config(moved), tmp_path / "saved")
     shutil.rmtree(moved)
-    with pytest.raises(UserError, match=r"vocab.json, which is not there .* give --tokenizer-type GPT2BPETokenizer"):
+    with pytest.raises(UserError, match=r"vocab.json, which does not exist .* give --tokenizer-type GPT2BPETokenizer"):
         read_checkpoint(str(tmp_path / "saved"))
     files = TokenizerFiles(
         tokenizer_type="GPT2BPETokenizer", vocab_file=str(corpus / "vocab.json"), merge_file=str(corpus / "merges.txt")
@@ -70,7 +70,7 @@ def test_another_vocabulary_is_refused(bert_checkpoint, corpus, tmp_path):
     other = tmp_path / "vocab.txt"
     other.write_text((corpus / "vocab.txt").read_text().replace("fox", "ox"))
     files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(other))
-    with pytest.raises(UserError, match="another vocabulary than that with which"):
+    with pytest.raises(UserError, match="is not the vocabulary with which"):
         read_checkpoint(str(bert_checkpoint), files)
 
 

@@ -144,7 +144,7 @@ def test_perplexity(folder, tmp_path, capsys):
             "stride 3 is above window 2",
         ),
         (["fill-mask", "--load", "bert", "--text", "home"], "there is no [MASK] in 'home'"),
-        (["generate", "--load", "corpus", "--prompt", "a"], "holds no model that is known here"),
+        (["generate", "--load", "corpus", "--prompt", "a"], "holds no model in a known format"),
     ],
 )
 def test_mistakes_are_one_line(folder, capsys, monkeypatch, arguments, message):

@@ -114,7 +114,7 @@ def test_a_tokenizer_with_another_padding_is_refused(folder):
 def test_a_tokenizer_without_special_tokens_is_refused(folder):
     change(folder / "tokenizer.json", post_processor=None)
     change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    with pytest.raises(UserError, match="puts no special tokens around texts"):
+    with pytest.raises(UserError, match="adds no special tokens to texts"):
         load_pretrained(str(folder), None, HEAD)
 
 
@@ -123,7 +123,7 @@ def test_another_tokenizer_given_by_hand(folder, corpus, tmp_path):
     lines = (corpus / "vocab.txt").read_text().splitlines()
     shuffled.write_text("\n".join([*lines[:5], *reversed(lines[5:])]) + "\n")
     files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(shuffled))
-    with pytest.raises(UserError, match="makes other tokens of a text than the model's own"):
+    with pytest.raises(UserError, match="encodes text differently from the model's own"):
         load_pretrained(str(folder), files, HEAD)
     same = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
     assert load_pretrained(str(folder), same, HEAD).encoder.backend.get_vocab_size() == 21
@@ -159,11 +159,11 @@ def test_what_is_no_bert_or_damaged(folder, corpus, tmp_path):
     with pytest.raises(UserError, match=f"lacks the weights {name}, or their shape is not that of its settings"):
         load_pretrained(str(folder), None, HEAD)
     (folder / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UserError, match="holds no model that can be used"):
+    with pytest.raises(UserError, match="has no model that can be used"):
         load_pretrained(str(folder), None, HEAD)
     change(folder / "config.json", model_type="unheard of")
-    with pytest.raises(UserError, match="holds no model that can be used"):
+    with pytest.raises(UserError, match="has no model that can be used"):
         load_pretrained(str(folder), None, HEAD)
     (folder / "config.json").write_text("{")
-    with pytest.raises(UserError, match="holds no model that can be used"):
+    with pytest.raises(UserError, match="has no model that can be used"):
         load_pretrained(str(folder), None, HEAD)
