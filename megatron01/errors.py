@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import errno
 from collections.abc import Iterable
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 EXIT_USER_ERROR = 2
 EXIT_FAULT = 74  # EX_IOERR of sysexits.h
@@ -66,6 +67,14 @@ def require(condition: bool, message: str) -> None:
     """Raise ``UserError`` with ``message`` where ``condition`` does not hold."""
     if not condition:
         raise UserError(message)
+
+
+def import_optional(module: str, user: str) -> Any:
+    """Import a module that only ``megatron01[data]`` installs. Raises UserError if it is missing; ``user`` needs it."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise UserError(f"{user} needs {module}; run: pip install 'megatron01[data]'") from error
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from megatron01.config import TokenizerType
-from megatron01.errors import UserError
+from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import read_json_object, shipped
 
 
@@ -444,7 +444,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def __init__(self, name: str) -> None:
         self.model = read_bytes(name)
-        self._processor = processor = import_sentencepiece().SentencePieceProcessor()
+        self._processor = processor = import_optional("sentencepiece", name).SentencePieceProcessor()
         try:
             if not self.model:
                 raise RuntimeError("it is empty")
@@ -485,15 +485,6 @@ class SentencePieceTokenizer(Tokenizer):
     def token(self, token_id: int) -> str:
         piece: str = self._processor.id_to_piece(token_id)
         return piece
-
-
-def import_sentencepiece() -> Any:
-    """The ``sentencepiece`` library. Raises UserError if it is not installed."""
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise UserError("SentencePieceTokenizer needs sentencepiece; run: pip install 'megatron01[data]'") from error
-    return sentencepiece
 
 
 def _first_of(processor: Any, pieces: Sequence[str]) -> int:

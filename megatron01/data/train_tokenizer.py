@@ -27,10 +27,9 @@ from megatron01.data.tokenizers import (
     END_OF_DOCUMENT,
     build_tokenizer,
     byte_level_backend,
-    import_sentencepiece,
     wordpiece_backend,
 )
-from megatron01.errors import UserError
+from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import write_atomically
 
 _MEGABYTES_PER_LINE = 200  # (million characters) of text between two lines of progress
@@ -235,7 +234,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: Liter
     Raises:
         UserError: if the library is not installed, or there is too little text for the size.
     """
-    sentencepiece = import_sentencepiece()
+    sentencepiece = import_optional("sentencepiece", "SentencePieceTokenizer")
     model = io.BytesIO()
     errors: list[UserError] = []  # some versions of the library swallow what an iterator raises
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import IO, Any, Literal
 
-from megatron01.errors import UserError
+from megatron01.errors import UserError, import_optional
 
 CHUNK_BYTES = 1 << 19  # of text handed to a worker at a time; also bounds what is held in memory per worker
 
@@ -81,15 +81,17 @@ class Source(ABC):
             self.stamp = "; ".join(f"{status.st_size} bytes, modified {status.st_mtime_ns}" for status in found)
 
     @abstractmethod
-    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+    def chunks(self, start: Position) -> Iterator[Chunk]:
         """The documents after ``start``, a position in this source.
 
-        Args:
-            verify: the stamp has changed: first check that the content before ``start`` has not.
-
         Raises:
-            UserError: if the source cannot be read, is damaged, or has changed before ``start``.
+            UserError: if the source cannot be read or is damaged; without a stamp, also if it has changed before
+                ``start``.
         """
+
+    def check_unchanged_before(self, end: Position) -> None:
+        """Raises: UserError unless a source with another stamp than before has the same content up to ``end``."""
+        raise self.changed()
 
     def changed(self) -> UserError:
         """The error for a source that is not what it was when the run was interrupted."""
@@ -98,11 +100,10 @@ class Source(ABC):
         )
 
 
-def read_chunks(sources: Sequence[Source], start: Position, *, verify: bool = False) -> Iterator[Chunk]:
-    """The documents of all sources in order from ``start`` on; ``verify`` applies to its source."""
+def read_chunks(sources: Sequence[Source], start: Position) -> Iterator[Chunk]:
+    """The documents of all sources in order from ``start`` on."""
     for number in range(start.source, len(sources)):
-        first = start if number == start.source else Position()
-        for chunk in sources[number].chunks(first, verify=verify and number == start.source):
+        for chunk in sources[number].chunks(start if number == start.source else Position()):
             yield replace(chunk, end=replace(chunk.end, source=number))
 
 
@@ -219,18 +220,30 @@ def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iter
     if compression is None:
         yield from iter(stream.read, b"")
         return
-    errors = (_zstd().ZstdError,) if compression == "zstd" else (zlib.error, lzma.LZMAError, OSError)
+    errors: tuple[type[Exception], ...] = (zlib.error, lzma.LZMAError, OSError)
+    if compression == "zstd":
+        zstd = import_optional("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", stream.name)
+        errors = (zstd.ZstdError,)
     packed = stream.read()
     while packed:
-        decompressor = _new_decompressor(compression)
+        decompressor: Any  # has eof, unused_data and decompress(data, max_length)
+        if compression == "gzip":
+            decompressor = zlib.decompressobj(wbits=31)
+        elif compression == "xz":
+            decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        elif compression == "bzip2":
+            decompressor = bz2.BZ2Decompressor()
+        else:
+            decompressor = zstd.ZstdDecompressor()
         while not decompressor.eof:
-            if decompressor.needs_input and not packed and not (packed := stream.read()):
+            needs_input = not packed and getattr(decompressor, "needs_input", True)
+            if needs_input and not (packed := stream.read()):
                 raise _damaged(stream, "it ends in the middle")
             try:
                 block = decompressor.decompress(packed, BLOCK_BYTES)
             except errors as error:
                 raise _damaged(stream, str(error)) from error
-            packed = b""
+            packed = getattr(decompressor, "unconsumed_tail", b"")  # zlib's returns it, the others keep it
             if block:
                 yield block
         packed = decompressor.unused_data.lstrip(b"\0")  # zeros are padding of xz files and tapes
@@ -240,50 +253,6 @@ def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iter
 
 def _damaged(stream: ByteStream, reason: str) -> UserError:
     return UserError(f"{stream.name} is damaged or cut short ({reason}); copy it again")
-
-
-class _GzipDecompressor:
-    """zlib's decompressor for one gzip member, with the interface of bz2's and lzma's."""
-
-    def __init__(self) -> None:
-        self._zlib = zlib.decompressobj(wbits=31)
-
-    @property
-    def eof(self) -> bool:
-        return self._zlib.eof
-
-    @property
-    def needs_input(self) -> bool:
-        return not self._zlib.unconsumed_tail
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._zlib.unused_data
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        return self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-
-
-def _new_decompressor(compression: Compression) -> Any:
-    """A decompressor with eof, needs_input, unused_data, and decompress(data, max_length)."""
-    if compression == "gzip":
-        return _GzipDecompressor()
-    if compression == "xz":
-        return lzma.LZMADecompressor(lzma.FORMAT_XZ)
-    if compression == "bzip2":
-        return bz2.BZ2Decompressor()
-    return _zstd().ZstdDecompressor()
-
-
-def _zstd() -> Any:  # a module
-    try:
-        if sys.version_info >= (3, 14):
-            from compression import zstd
-        else:
-            from backports import zstd  # the same module for older versions of Python
-    except ImportError as error:
-        raise UserError("zstd files need an optional package: pip install 'megatron01[data]'") from error
-    return zstd
 
 
 TextFormat = Literal["jsonl", "text"]
@@ -317,23 +286,26 @@ class TextSource(Source):
         self.longest = longest
         super().__init__("standard input" if path == STANDARD_INPUT else path, [] if is_pipe(path) else [path])
 
-    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
+    def chunks(self, start: Position) -> Iterator[Chunk]:
         with open_stream(self.path) as stream:
-            compression = detect_compression(stream)
-            if compression is None and self.stamp is not None and not verify:
+            if self.stamp is not None and detect_compression(stream) is None:
                 stream.seek(start.offset)
                 blocks = unpacked_blocks(stream, None)
             else:
-                blocks = self._behind(start, unpacked_blocks(stream, compression))
+                blocks = self._blocks_after(start, stream)
             cutter = _Cutter(blocks, self.format, self.longest, start)
             for data, too_long in cutter.pieces():
                 end = Position(offset=cutter.offset, checksum=cutter.checksum, consumed=stream.position)
                 yield Chunk(self.format, data, end, too_long)
 
-    def _behind(self, start: Position, blocks: Iterator[bytes]) -> Iterator[bytes]:
+    def check_unchanged_before(self, end: Position) -> None:
+        with open_stream(self.path) as stream:
+            next(self._blocks_after(end, stream), None)
+
+    def _blocks_after(self, start: Position, stream: ByteStream) -> Iterator[bytes]:
         """The blocks from ``start`` on, after comparing the checksum of what lies before."""
         missing, checksum = start.offset, 0
-        for block in blocks:
+        for block in unpacked_blocks(stream, detect_compression(stream)):
             skipped = block[:missing]
             missing -= len(skipped)
             checksum = zlib.crc32(skipped, checksum)

@@ -33,37 +33,48 @@ class _Rejected(Exception):
 
 def decode_chunk(chunk: Chunk, keys: Sequence[str], max_document_mb: int) -> DecodedChunk:
     """The texts under ``keys`` of each document; a document with an unusable text is rejected as a whole."""
+    too_long = f"longer than {max_document_mb} MB"
     if chunk.too_long:
-        return DecodedChunk(rejected=[(0, _too_long(max_document_mb))], num_lines=chunk.too_long)
-    raw: Sequence[tuple[int, bytes | tuple[bytes | None, ...]]]
+        return DecodedChunk(rejected=[(0, too_long)], num_lines=chunk.too_long)
+    documents: list[tuple[int, tuple[bytes | None, ...]]]
     if chunk.format == "table":
-        raw = list(enumerate(rows(chunk.data, keys)))
-        decoded = DecodedChunk(num_lines=len(raw))
+        documents = list(enumerate(rows(chunk.data, keys)))
+        decoded = DecodedChunk(num_lines=len(documents))
     else:
-        raw, num_lines = split_documents(chunk.data, chunk.format)
+        lines, num_lines = split_documents(chunk.data, chunk.format)
+        documents = [(line, (document,)) for line, document in lines]
         decoded = DecodedChunk(num_lines=num_lines)
-    for line, document in raw:
+    for line, parts in documents:
         try:
-            decoded.documents.append((line, _texts(document, chunk.format, keys, max_document_mb)))
+            if sum(len(part) for part in parts if part is not None) > max_document_mb * 1_000_000:
+                raise _Rejected(too_long)
+            decoded.documents.append((line, _texts(parts, chunk.format, keys)))
         except _Rejected as reason:
             decoded.rejected.append((line, str(reason)))
     return decoded
 
 
-def _texts(document: bytes | tuple[bytes | None, ...], kind: str, keys: Sequence[str], max_document_mb: int) -> Texts:
-    """The usable text under each key."""
-    parts = document if isinstance(document, tuple) else (document,)
-    if sum(len(part) for part in parts if part is not None) > max_document_mb * 1_000_000:
-        raise _Rejected(_too_long(max_document_mb))
+def _texts(parts: tuple[bytes | None, ...], kind: str, keys: Sequence[str]) -> Texts:
+    """The usable text under each key of a document: of a table's row, a JSON object or plain text."""
     try:
         found: list[Any] = [part if part is None else part.decode("utf-8") for part in parts]
     except UnicodeDecodeError:
         raise _Rejected("invalid UTF-8") from None
     if kind == "jsonl":
         found = _values_of_json(found[0], keys)
-    elif kind == "text":
-        found = [_without_nul(found[0])]
-    return tuple(_usable(key, text) for key, text in zip(keys, found, strict=True))
+    elif kind == "text" and "\0" in found[0]:
+        # from a crash or from UTF-16; in JSON NUL bytes are invalid unless they are written as \u0000
+        raise _Rejected("NUL byte")
+    for key, text in zip(keys, found, strict=True):
+        if not isinstance(text, str):
+            raise _Rejected(f"{key!r} is not a string")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
+            raise _Rejected("invalid Unicode") from None
+        if not text or text.isspace():
+            raise _Rejected("empty document")
+    return tuple(found)
 
 
 def _values_of_json(line: str, keys: Sequence[str]) -> list[object]:
@@ -77,26 +88,3 @@ def _values_of_json(line: str, keys: Sequence[str]) -> list[object]:
         if key not in record:
             raise _Rejected(f"no key {key!r}")
     return [record[key] for key in keys]
-
-
-def _without_nul(text: str) -> str:
-    # NUL bytes come from a crash or from UTF-16; in JSON they are invalid unless they are written as \u0000.
-    if "\0" in text:
-        raise _Rejected("NUL byte")
-    return text
-
-
-def _usable(key: str, text: object) -> str:
-    if not isinstance(text, str):
-        raise _Rejected(f"{key!r} is not a string")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
-        raise _Rejected("invalid Unicode") from None
-    if not text or text.isspace():
-        raise _Rejected("empty document")
-    return text
-
-
-def _too_long(max_document_mb: int) -> str:
-    return f"longer than {max_document_mb} MB"

@@ -30,7 +30,7 @@ from megatron01.data.preprocessing.corpus import (
     open_stream,
     unpacked_blocks,
 )
-from megatron01.errors import UserError
+from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import files_below
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ class ParquetSource(Source):
         with _errors_explained(path), self._open() as file:
             _check_columns(path, file.schema_arrow, keys)
 
-    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
-        if verify:
-            raise self.changed()
+    def chunks(self, start: Position) -> Iterator[Chunk]:
         assert self.size is not None
         row = 0
         with _errors_explained(self.name), self._open() as file:
@@ -74,7 +72,7 @@ class ParquetSource(Source):
                         yield Chunk("table", _serialize(data), end)
 
     def _open(self) -> pyarrow.parquet.ParquetFile:
-        return _import("pyarrow.parquet").ParquetFile(self.name, page_checksum_verification=True)
+        return import_optional("pyarrow.parquet", self.name).ParquetFile(self.name, page_checksum_verification=True)
 
 
 class DatasetSource(Source):
@@ -100,9 +98,7 @@ class DatasetSource(Source):
             _check_columns(name, rows.features.arrow_schema, keys)
             self._rows = rows.select_columns(list(keys)).with_format("arrow")
 
-    def chunks(self, start: Position, *, verify: bool) -> Iterator[Chunk]:
-        if verify:
-            raise self.changed()
+    def chunks(self, start: Position) -> Iterator[Chunk]:
         rows, row, checksum, consumed = self._rows, 0, 0, 0
         if self.stamp is not None:
             rows, row, checksum = rows.select(range(start.offset, len(rows))), start.offset, start.checksum
@@ -193,17 +189,6 @@ def _serialize(data: pyarrow.Table | pyarrow.RecordBatch) -> bytes:
     return result
 
 
-def _import(module: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"this input needs the optional package {module.split('.')[0]}: pip install 'megatron01[data]'"
-        ) from error
-
-
 FileFormat = Literal["jsonl", "text", "parquet"]
 
 _SUFFIXES: dict[str, FileFormat] = {
@@ -274,7 +259,7 @@ def _is_saved_dataset(path: str) -> bool:
 
 
 def _dataset(config: TextConfig, name: str) -> Source:
-    datasets = _import("datasets")
+    datasets = import_optional("datasets", name)
     load, files = partial(datasets.load_dataset, name, config.dataset_config, streaming=True), []
     if _is_saved_dataset(name):
         load, files = partial(datasets.load_from_disk, name), sorted(map(str, files_below(Path(name))))

@@ -14,8 +14,8 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -43,20 +43,7 @@ from megatron01.errors import UserError
 from megatron01.utils.files import open_locked, write_atomically
 from megatron01.utils.formatting import format_duration
 
-_EXAMPLES_PER_REASON = 3
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A document that was left out; ``line`` is the line on which it begins, or its row, from 1 within the source."""
-
-    reason: str
-    source: str
-    line: int
-
-    @property
-    def place(self) -> str:
-        return f"{self.source}:{self.line}"
+_PLACES_PER_REASON = 3
 
 
 @dataclass
@@ -68,7 +55,8 @@ class PreprocessSummary:
         level: what a sequence is, ``sentence`` or ``document``.
         sequences, tokens, unknown: counts per prefix; ``unknown`` counts unknown tokens such as [UNK].
         rejected: number of documents left out, by reason.
-        examples: the first few of them for each reason.
+        places: where the first few of them are, by reason, as ``source:line`` (the line on which it begins, or its row,
+            from 1).
         num_bytes: text read, decompressed.
         seconds: time taken, over all runs if some were interrupted.
     """
@@ -80,7 +68,7 @@ class PreprocessSummary:
     tokens: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
-    examples: list[Rejection] = field(default_factory=list)
+    places: dict[str, list[str]] = field(default_factory=dict)
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -100,7 +88,7 @@ class PreprocessSummary:
         """For each reason, how many documents were left out, and where the first ones are."""
         lines = []
         for reason, count in self.rejected.most_common():
-            places = [e.place for e in self.examples if e.reason == reason]
+            places = self.places[reason]
             lines.append(f"left out {count} ({reason}): {', '.join(places)}{' ...' if count > len(places) else ''}")
         return lines
 
@@ -144,11 +132,6 @@ class RunRecord:
         """True if all input is processed and only the renaming of the outputs is left."""
         return 0 < self.position.source == len(self.inputs)
 
-    def save(self, path: Path, sources: Sequence[Source]) -> None:
-        """Atomic write of the record."""
-        self.inputs = [(source.name, source.stamp) for source in sources[: self.position.source + 1]]
-        write_atomically(path, json.dumps(vars(self), default=vars, indent=1))
-
     @classmethod
     def load(cls, path: Path) -> RunRecord:
         """Raises: UserError if the file is not a record."""
@@ -156,7 +139,6 @@ class RunRecord:
             record = json.loads(path.read_bytes())
             summary = record["summary"]
             summary |= {name: Counter(summary[name]) for name in ("sequences", "tokens", "unknown", "rejected")}
-            summary["examples"] = [Rejection(**example) for example in summary["examples"]]
             return cls(
                 settings=record["settings"],
                 summary=PreprocessSummary(**summary),
@@ -171,10 +153,10 @@ class RunRecord:
             ) from error
 
 
-def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequence[Source], path: Path) -> bool:
-    """Check that a record fits this run; True if the source at its position has another stamp, and needs verification.
+def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequence[Source], path: Path) -> None:
+    """Check that a record fits this run.
 
-    Sources after that position may change, be added or removed, until all input is read.
+    Sources after the record's position may change, be added or removed, until all input is read.
 
     Raises:
         UserError: if the record belongs to other settings or another input.
@@ -190,39 +172,11 @@ def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequ
             raise UserError(f"{path}: input {number + 1} of the interrupted run was {name}, now it is {now}; {advice}")
     if record.has_read_all and len(sources) > len(record.inputs):
         raise UserError(f"{path}: the interrupted run did not have the input {sources[-1].name}; {advice}")
-    changed = [number for number, (_, stamp) in enumerate(record.inputs) if sources[number].stamp != stamp]
-    for number in changed:
-        if number != record.position.source:
-            raise sources[number].changed()
-    return bool(changed)
-
-
-@contextmanager
-def exclusive_output(config: PreprocessConfig) -> Iterator[Path]:
-    """Hold the lock on a run's outputs; yields the path of the run's record.
-
-    Raises:
-        UserError: if another run holds the lock, or the folder cannot be written.
-    """
-    stem = f"{config.output_prefix}_{config.level}"
-    lock, record = Path(f"{stem}.lock"), Path(f"{stem}.progress.json")
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        file = open_locked(lock)
-    except BlockingIOError as error:
-        raise UserError(
-            f"another process is writing {stem}; wait until it has finished, or choose another output_prefix"
-        ) from error
-    except OSError as error:
-        raise UserError(f"cannot write {stem}: {error.strerror}; check output_prefix") from error
-    with file:
-        for path in (record, *(origin_path(config.output(key)) for key in config.json_keys)):
-            for left_over in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):  # of a write that was killed
-                left_over.unlink(missing_ok=True)
-        try:
-            yield record
-        finally:
-            lock.unlink(missing_ok=True)
+    for number, (_, stamp) in enumerate(record.inputs):
+        if sources[number].stamp != stamp:
+            if number != record.position.source:
+                raise sources[number].changed()
+            sources[number].check_unchanged_before(record.position)
 
 
 class Progress:
@@ -245,18 +199,18 @@ class Progress:
         self._log_interval = log_interval
         self._next_log = summary.documents + log_interval
         self._start = time.monotonic()
-        self._bar: tqdm | None = None
-        if self._stream.isatty():
-            known = "{percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
-            form = "{elapsed}{postfix}" if total is None else known
-            self._bar = tqdm(total=total, initial=done, bar_format=form, file=self._stream, dynamic_ncols=True)
+        known = "{percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
+        form = "{elapsed}{postfix}" if total is None else known
+        self._bar = tqdm(  # disabled if the stream is no terminal
+            total=total, initial=done, bar_format=form, file=self._stream, dynamic_ncols=True, disable=None
+        )
 
     def update(self, summary: PreprocessSummary, done: int) -> None:
         """Show the counts so far; ``done``: bytes on disk of the input read so far."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = (summary.num_bytes - self._bytes_before) / 1e6 / seconds
         tokens = sum(summary.tokens.values())
-        if self._bar is not None:
+        if not self._bar.disable:
             self._bar.set_postfix_str(
                 f"{summary.documents} documents, {tokens / 1e6:.1f}M tokens, {rate:.1f} MB/s", refresh=False
             )
@@ -272,8 +226,7 @@ class Progress:
 
     def close(self) -> None:
         """Close the progress bar."""
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
 
 
 _LITTLE_TEXT = 4 << 20  # bytes of input below which starting processes takes longer than the work
@@ -295,15 +248,29 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
     if config.partitions is not None:
         _log(f"partitions {config.partitions} is not needed: one pass with any number of workers writes one output")
     sources = resolve_inputs(config)
-    with exclusive_output(config) as record_path:
-        run = _Run(config, tokenizer, sources, record_path)
+    stem = f"{config.output_prefix}_{config.level}"
+    lock = Path(f"{stem}.lock")
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        lock_file = open_locked(lock)
+    except BlockingIOError as error:
+        raise UserError(
+            f"another process is writing {stem}; wait until it has finished, or choose another output_prefix"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot write {stem}: {error.strerror}; check output_prefix") from error
+    with lock_file:
         try:
-            run.open_outputs()
-            run.encode()
-            run.finish()
-        except BaseException:
-            run.stop()
-            raise
+            run = _Run(config, tokenizer, sources, Path(f"{stem}.progress.json"))
+            try:
+                run.open_outputs()
+                run.encode()
+                run.finish()
+            except BaseException:
+                run.stop()
+                raise
+        finally:
+            lock.unlink(missing_ok=True)
     _log(run.summary.report())
     return run.summary
 
@@ -322,12 +289,14 @@ class _Run:
         self._tokenizer = tokenizer
         self._sources = sources
         self._record_path = record_path
+        self._dtype = token_dtype(tokenizer.vocab_size)
         self._is_consistent = False  # True while the record matches exactly what was written
         self._builders: dict[str, IndexedDatasetBuilder] = {}
-        self._verify = False
+        for path in (record_path, *(origin_path(config.output(key)) for key in config.json_keys)):
+            for left_over in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):  # of a write that was killed
+                left_over.unlink(missing_ok=True)
         self._record = self._load_record()
-        self._seconds_before = self.summary.seconds
-        self._start = self._last_save = time.monotonic()
+        self._last_write = self._last_save = time.monotonic()
 
     @property
     def summary(self) -> PreprocessSummary:
@@ -335,23 +304,25 @@ class _Run:
 
     def open_outputs(self) -> None:
         """Open the outputs that are not complete yet for writing."""
-        dtype = token_dtype(self._tokenizer.vocab_size)
         for prefix in self.summary.outputs:
             if self._is_complete(prefix):
-                IndexedDatasetBuilder(prefix, dtype).abort()  # removes what is left of its partial files
+                IndexedDatasetBuilder(prefix, self._dtype).abort()  # removes what is left of its partial files
             else:
                 state = self._record.builders.get(prefix)
-                self._builders[prefix] = IndexedDatasetBuilder(prefix, dtype, resume_from=state)
+                self._builders[prefix] = IndexedDatasetBuilder(prefix, self._dtype, resume_from=state)
         self._is_consistent = True
 
     def encode(self) -> None:
         """Read, encode and write the rest of the input."""
         before = [0, *accumulate(source.size or 0 for source in self._sources)]  # bytes of the sources before each
         total = before[-1] if all(source.size is not None for source in self._sources) else None
+        workers = self._config.workers
+        if workers is None:
+            workers = 1 if total is not None and total < _LITTLE_TEXT else len(os.sched_getaffinity(0))
         start = self._record.position
         progress = Progress(total, before[start.source] + start.consumed, self.summary, self._config.log_interval)
-        chunks = read_chunks(self._sources, start, verify=self._verify)
-        encoded_chunks = encode_in_order(self._config, self._tokenizer, chunks, self._workers(total))
+        chunks = read_chunks(self._sources, start)
+        encoded_chunks = encode_in_order(self._config, self._tokenizer, chunks, workers)
         with closing(progress), closing(encoded_chunks):
             for end, encoded in encoded_chunks:
                 self._write(end, encoded)
@@ -393,23 +364,19 @@ class _Run:
         settings["tokenizer"] = self._tokenizer.fingerprint
         settings = json.loads(json.dumps(settings))  # the types that they have in a loaded record
         if not self._config.resume and self._record_path.exists():
-            self._delete_interrupted_run()
+            with suppress(UserError):  # a damaged record
+                for prefix in RunRecord.load(self._record_path).builders:  # this run may have other outputs
+                    IndexedDatasetBuilder(prefix, self._dtype).abort()
+            self._record_path.unlink()
         if not self._record_path.exists():
             outputs = [self._config.output(key) for key in self._config.json_keys]
             return RunRecord(settings, PreprocessSummary(outputs, self._config.level))
         record = RunRecord.load(self._record_path)
-        self._verify = check_same_run(record, settings, self._sources, self._record_path)
+        check_same_run(record, settings, self._sources, self._record_path)
         if self._config.strict and record.summary.rejected:
             raise UserError(f"strict is set, but the interrupted run has {record.summary.rejections()[0]}")
         _log(f"resuming after {record.summary.documents} documents")
         return record
-
-    def _delete_interrupted_run(self) -> None:
-        """Delete the files of an interrupted run, which may have had other outputs than this one."""
-        with suppress(UserError):  # a damaged record
-            for prefix in RunRecord.load(self._record_path).builders:
-                IndexedDatasetBuilder(prefix, token_dtype(self._tokenizer.vocab_size)).abort()
-        self._record_path.unlink()
 
     def _is_complete(self, prefix: str) -> bool:
         """True if an interrupted run had already renamed the output."""
@@ -426,10 +393,10 @@ class _Run:
         record, summary = self._record, self.summary
         line = record.line if end.source == record.position.source else 0
         source = self._sources[end.source].name
-        rejections = [Rejection(reason, source, line + number + 1) for number, reason in encoded.rejected]
-        if rejections and self._config.strict:
-            first = rejections[0]
-            raise UserError(f"{first.place}: {first.reason}; fix it, or leave out strict to skip such documents")
+        rejected = [(reason, f"{source}:{line + number + 1}") for number, reason in encoded.rejected]
+        if rejected and self._config.strict:
+            reason, place = rejected[0]
+            raise UserError(f"{place}: {reason}; fix it, or leave out strict to skip such documents")
         self._is_consistent = False
         for prefix, documents in zip(summary.outputs, encoded.columns, strict=True):
             self._builders[prefix].add_documents(documents.tokens, documents.sizes, documents.sentences)
@@ -438,29 +405,28 @@ class _Run:
             summary.unknown[prefix] += documents.num_unknown
         summary.documents += len(documents.sentences)
         summary.num_bytes += encoded.num_bytes
-        for rejection in rejections:
-            summary.rejected[rejection.reason] += 1
-            if summary.rejected[rejection.reason] <= _EXAMPLES_PER_REASON:
-                summary.examples.append(rejection)
-        summary.seconds = self._seconds_before + time.monotonic() - self._start
+        for reason, place in rejected:
+            summary.rejected[reason] += 1
+            if summary.rejected[reason] <= _PLACES_PER_REASON:
+                summary.places.setdefault(reason, []).append(place)
+        now = time.monotonic()
+        summary.seconds += now - self._last_write
+        self._last_write = now
         record.position, record.line = end, line + encoded.num_lines
         self._is_consistent = True
 
     def _save(self) -> None:
         """Flush the outputs to disk and save the record."""
-        self._record.builders |= {prefix: builder.checkpoint() for prefix, builder in self._builders.items()}
+        record = self._record
+        record.builders |= {prefix: builder.checkpoint() for prefix, builder in self._builders.items()}
+        record.inputs = [(source.name, source.stamp) for source in self._sources[: record.position.source + 1]]
         try:
-            self._record.save(self._record_path, self._sources)
+            write_atomically(self._record_path, json.dumps(vars(record), default=vars, indent=1))
         except OSError as error:
             raise UserError(
                 f"cannot write {self._record_path}: {error.strerror}; check the space left there"
             ) from error
         self._last_save = time.monotonic()
-
-    def _workers(self, total: int | None) -> int:
-        if self._config.workers is not None:
-            return self._config.workers
-        return 1 if total is not None and total < _LITTLE_TEXT else len(os.sched_getaffinity(0))
 
     def _origin(self, prefix: str) -> Origin:
         """The origin of a pair: identifies the vocabulary and accounts for all documents."""

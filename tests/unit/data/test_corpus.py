@@ -70,16 +70,20 @@ def test_chunks_hold_the_documents_of_the_file(
     path = tmp_path_factory.mktemp("corpus") / "a"
     path.write_bytes(content)
     source = TextSource(str(path), text_format, longest=10**9)
-    chunks = list(source.chunks(Position(), verify=False))
+    chunks = list(source.chunks(Position()))
     assert b"".join(chunk.data for chunk in chunks) == content
     assert found(chunks) == split_documents(content, text_format)[0]
     if chunks:
         assert chunks[-1].end == Position(0, len(content), zlib.crc32(content), len(content))
         done = int(place * len(chunks))
         start = chunks[done - 1].end if done else Position()
-        for verify in (False, True):
-            rest = list(source.chunks(start, verify=verify))
-            assert b"".join(chunk.data for chunk in rest) == content[start.offset :]
+        rest = list(source.chunks(start))
+        assert b"".join(chunk.data for chunk in rest) == content[start.offset :]
+        source.check_unchanged_before(start)
+        if start.offset:
+            path.write_bytes(bytes(byte ^ 1 for byte in content[: start.offset]) + content[start.offset :])
+            with pytest.raises(UserError, match="has changed since the run was interrupted"):
+                source.check_unchanged_before(start)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -94,7 +98,7 @@ def test_a_document_that_is_too_long_is_skipped_and_counted(
     path = tmp_path / "a"
     content = good * 2 + bad + (good * 3 if ended else b"")
     path.write_bytes(content if ended else content.rstrip())
-    chunks = list(TextSource(str(path), text_format, longest=20).chunks(Position(), verify=False))
+    chunks = list(TextSource(str(path), text_format, longest=20).chunks(Position()))
     assert [bool(chunk.too_long) for chunk in chunks].count(True) == 1
     expected = [(n, raw) for n, raw in split_documents(content, text_format)[0] if b"x" not in raw]
     assert found(chunks) == expected

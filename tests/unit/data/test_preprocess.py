@@ -119,9 +119,10 @@ def test_bad_lines_are_counted_and_located(tmp_path: Path) -> None:
     summary = preprocess(gpt_config(tmp_path, path))
     assert summary.documents == 2
     assert summary.rejected == {**dict.fromkeys((reason for _, reason in BAD_LINES), 1), "invalid JSON": 2}
-    assert [(e.line, e.reason) for e in summary.examples] == [
-        (number, reason) for number, (_, reason) in enumerate(BAD_LINES, start=2)
-    ]
+    expected: dict[str, list[str]] = {}
+    for number, (_, reason) in enumerate(BAD_LINES, start=2):
+        expected.setdefault(reason, []).append(f"{path}:{number}")
+    assert summary.places == expected
     assert f"left out 2 (invalid JSON): {path}:2, {path}:9" in summary.report()
 
 
@@ -153,7 +154,7 @@ def test_long_documents_are_left_out(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
         summary = preprocess(replace(gpt_config(tmp_path, tmp_path / name), max_document_mb=1))
         assert (summary.documents, summary.rejected) == (2, {"longer than 1 MB": 1})
-        assert summary.examples[0].line == (2 if name == "a.jsonl" else 3)
+        assert summary.places["longer than 1 MB"] == [f"{tmp_path / name}:{2 if name == 'a.jsonl' else 3}"]
         assert preprocess(replace(gpt_config(tmp_path, tmp_path / name), max_document_mb=2)).documents == 3
 
 

@@ -137,7 +137,7 @@ def test_tables_are_read_in_chunks_and_gone_on_with(tmp_path: Path, kind: str, m
     else:
         assert chunks[-1].end.consumed == sources[0].size
         with pytest.raises(UserError, match="has changed"):
-            next(read_chunks(sources, chunks[0].end, verify=True))
+            sources[0].check_unchanged_before(chunks[0].end)
 
 
 def test_datasets(tmp_path: Path, expected: dict[str, bytes]) -> None:
@@ -173,7 +173,7 @@ def test_unusable_tables(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", ["Good.", None, " ", "Good."], number=[1, 2, 3, 4])
     summary = preprocess(gpt_config(tmp_path, path))
     assert summary.rejected == {"'text' is not a string": 1, "empty document": 1}
-    assert [example.place for example in summary.examples] == [f"{path}:2", f"{path}:3"]
+    assert summary.places == {"'text' is not a string": [f"{path}:2"], "empty document": [f"{path}:3"]}
     for key, reason in [("number", "column 'number' of .* holds int64; expected text"), ("body", "no column 'body'")]:
         with pytest.raises(UserError, match=reason):
             run(tmp_path, path, json_keys=(key,))
@@ -191,7 +191,7 @@ def test_tables_with_invalid_utf8(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": unchecked}), path)
     summary = preprocess(gpt_config(tmp_path, path))
     assert (summary.documents, summary.rejected) == (2, {"invalid UTF-8": 1})
-    assert [example.place for example in summary.examples] == [f"{path}:2"]
+    assert summary.places == {"invalid UTF-8": [f"{path}:2"]}
 
 
 def test_links_in_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_missing_packages(tmp_path: Path, module: str, name: str, monkeypatch: p
     (tmp_path / "saved" / "state.json").write_text("{}")
     for loaded in [key for key in sys.modules if key.split(".")[0] == module]:
         monkeypatch.setitem(sys.modules, loaded, None)
-    with pytest.raises(UserError, match=rf"{module}: pip install 'megatron01\[data\]'"):
+    with pytest.raises(UserError, match=rf"{name} needs {module}.*; run: pip install 'megatron01\[data\]'"):
         run(tmp_path, tmp_path / name)
 
 
@@ -277,7 +277,7 @@ def test_missing_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(JSON_LINES))
     monkeypatch.delattr("backports.zstd")
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
-    with pytest.raises(UserError, match=r"zstd files need an optional package: pip install 'megatron01\[data\]'"):
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst needs backports.zstd; run: pip install 'megatron01\[data\]'"):
         run(tmp_path, tmp_path / "a.jsonl.zst")
 
 

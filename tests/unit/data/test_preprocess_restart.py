@@ -215,7 +215,7 @@ def test_summary_and_places_survive(
         assert "resuming after" in capsys.readouterr().err
         summary.seconds = whole.seconds
         assert summary == whole
-    assert [example.place for example in whole.examples] == [f"{tmp_path}/a.jsonl:6", f"{tmp_path}/b.jsonl:8"]
+    assert whole.places == {"invalid JSON": [f"{tmp_path}/a.jsonl:6", f"{tmp_path}/b.jsonl:8"]}
 
 
 def test_ctrl_c_keeps_what_was_done(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
