@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from megatron01.data.bert import build_bert_datasets as build_bert_datasets
     from megatron01.data.datasets import SampleCounts as SampleCounts
     from megatron01.data.datasets import Splits as Splits
-    from megatron01.data.datasets import check_vocabulary as check_vocabulary
     from megatron01.data.gpt import GPTDataset as GPTDataset
     from megatron01.data.gpt import build_gpt_datasets as build_gpt_datasets
     from megatron01.data.indexed import IndexedDataset as IndexedDataset
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "bert": ("BertDataset", "build_bert_datasets"),
-    "datasets": ("SampleCounts", "Splits", "check_vocabulary"),
+    "datasets": ("SampleCounts", "Splits"),
     "gpt": ("GPTDataset", "build_gpt_datasets"),
     "indexed": ("IndexedDataset", "IndexedDatasetBuilder", "token_dtype"),
     "loader": ("BatchLoader", "build_loader"),

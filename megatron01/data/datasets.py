@@ -41,19 +41,20 @@ class TokenFiles(IndexedDataset):
     with other stamps.
 
     Args:
-        cache: folder of the sample index cache, which also keeps the hash of the file's layout.
+        cache: folder of the sample index cache, which also keeps what takes a pass over the files.
         stamps: size in bytes and modification time (ns) required of .bin and .idx; by default the present ones.
 
     Attributes:
         fingerprint: hash of sequence and document boundaries and of sampled tokens; independent of path and time
             stamps, so that copies share it.
+        least, most: smallest and largest token id; 0 without tokens.
 
     Raises:
         UserError: if the files are missing, damaged, or change meanwhile.
     """
 
     def __init__(self, prefix: str, cache: Path, stamps: Sequence[tuple[int, int]] = ()) -> None:
-        self._cache = cache
+        self.cache = cache
         self._paths = (bin_path(prefix), idx_path(prefix))
         self._descriptors: list[int] = []
         for path in self._paths:
@@ -61,7 +62,19 @@ class TokenFiles(IndexedDataset):
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         self._stamps = stamps or [_stamp(descriptor) for descriptor in self._descriptors]
         super().__init__(prefix)
-        self.fingerprint = self._fingerprint()
+        tokens = sampled_digest(self.tokens)
+        description = {
+            "kind": "token-files",
+            "files": self._stamps,
+            "tokens": tokens,
+            "sizes": sampled_digest(self.sizes),
+            "documents": sampled_digest(self.documents),
+        }
+        described = cached_arrays(cache, description, self._describe)
+        # sets the cached property, so that later reads of it do not hash the file either
+        self.layout_fingerprint = described["layout"].tobytes().hex()
+        self.fingerprint = hashlib.sha256(f"{self.layout_fingerprint} {tokens}".encode()).hexdigest()
+        self.least, self.most = described["ids"].tolist()
         self.check_unchanged()
 
     def __del__(self) -> None:
@@ -69,7 +82,7 @@ class TokenFiles(IndexedDataset):
             os.close(descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFiles, (self.prefix, self._cache, self._stamps)
+        return TokenFiles, (self.prefix, self.cache, self._stamps)
 
     def check_unchanged(self) -> None:
         """Check size and modification time of the open files; takes about a microsecond.
@@ -85,53 +98,16 @@ class TokenFiles(IndexedDataset):
                     " back, or start again from the last checkpoint with the new one"
                 )
 
-    def _fingerprint(self) -> str:
-        tokens = sampled_digest(self.tokens)
-        # Hashing the index file takes seconds for 10^8 sequences: it is done once for each file.
-        description = {
-            "kind": "layout",
-            "files": self._stamps,
-            "tokens": tokens,
-            "sizes": sampled_digest(self.sizes),
-            "documents": sampled_digest(self.documents),
-        }
-
-        def build() -> Arrays:
-            return {"layout": np.frombuffer(bytes.fromhex(self.layout_fingerprint), dtype=np.uint8)}
-
-        # sets the cached property, so that later reads of it do not hash the file either
-        self.layout_fingerprint = cached_arrays(self._cache, description, build)["layout"].tobytes().hex()
-        return hashlib.sha256(f"{self.layout_fingerprint} {tokens}".encode()).hexdigest()
+    def _describe(self) -> Arrays:
+        """What takes a pass over the files, seconds for 10^8 sequences: "layout", their hash; "ids", least and most."""
+        ids = [self.tokens.min(), self.tokens.max()] if self.tokens.size else [0, 0]
+        layout = np.frombuffer(bytes.fromhex(self.layout_fingerprint), dtype=np.uint8)
+        return {"layout": layout, "ids": np.array(ids, dtype=np.int64)}
 
 
 def _stamp(descriptor: int) -> tuple[int, int]:
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
-
-
-def check_vocabulary(dataset: IndexedDataset, tokenizer: Tokenizer, cache: Path) -> None:
-    """Check that all tokens of a file are in the vocabulary, and that its origin, if recorded, names this tokenizer.
-
-    The largest token id is found by one pass over the ``.bin`` file and kept in the cache.
-
-    Raises:
-        UserError: if the file needs another vocabulary.
-    """
-    check_fingerprint(dataset.prefix, tokenizer)
-    status = bin_path(dataset.prefix).stat()
-    description = {
-        "kind": "token-range",
-        "layout": dataset.layout_fingerprint,
-        "bytes": status.st_size,
-        "modified": status.st_mtime_ns,
-    }
-
-    def token_range() -> Arrays:
-        tokens = dataset.tokens
-        return {"range": np.array([tokens.min(), tokens.max()] if tokens.size else [0, 0], dtype=np.int64)}
-
-    least, most = cached_arrays(cache, description, token_range)["range"].tolist()
-    check_ids(dataset.prefix, least, most, tokenizer)
 
 
 Samples = dict[str, NDArray[Any]]
@@ -403,9 +379,8 @@ class SplitBuilder(ABC):
 
     def cached_index(self, kind: str, share: Share, build: Callable[..., Arrays], **parameters: Any) -> Arrays:
         """The sample index of a share: from the cache, or made by ``build(**parameters)`` and stored there."""
-        files = share.files
-        description = {"kind": kind, "files": files.fingerprint, "bounds": share.documents, **parameters}
-        return cached_arrays(self._cache(files.prefix), description, partial(build, **parameters))
+        description = {"kind": kind, "files": share.files.fingerprint, "bounds": share.documents, **parameters}
+        return cached_arrays(share.files.cache, description, partial(build, **parameters))
 
     def build_splits(self, counts: SampleCounts) -> Splits[Any]:
         """Build every split of which samples are wanted.
@@ -431,8 +406,7 @@ class SplitBuilder(ABC):
             if len(shares) > 1:
                 shown = normalized(weights).tolist()
                 description = {"kind": f"blend-{split}", "weights": shown, "num_samples": num_samples}
-                cache = self._cache(shares[0].files.prefix)
-                order = cached_arrays(cache, description, partial(blend_order, weights, num_samples))
+                order = cached_arrays(shares[0].files.cache, description, partial(blend_order, weights, num_samples))
                 drawn, wanted = order["drawn"].tolist(), samples_per_dataset(weights, num_samples, order["drawn"])
             found = [self.build(share, split, count) for share, count in zip(shares, wanted, strict=True)]
             datasets = [dataset for dataset in found if dataset is not None]
@@ -483,15 +457,12 @@ class SplitBuilder(ABC):
 
     def _open(self, prefix: str) -> TokenFiles:
         if prefix not in self._opened:
-            cache = self._cache(prefix)
-            files = TokenFiles(prefix, cache)
-            check_vocabulary(files, self._tokenizer, cache)
+            check_fingerprint(prefix, self._tokenizer)  # before the files are read for long
+            files = TokenFiles(prefix, cache_folder(self._data.data_cache_path, prefix))
+            check_ids(prefix, files.least, files.most, self._tokenizer)
             self.check(files)
             self._opened[prefix] = files
         return self._opened[prefix]
-
-    def _cache(self, prefix: str) -> Path:
-        return cache_folder(self._data.data_cache_path, prefix)
 
 
 def count_tokens(sizes: np.ndarray[Any, Any]) -> int:

@@ -66,8 +66,9 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
         with _locked(entry) as is_locked:
             arrays = _load(entry, text)  # another process may have built it meanwhile
             if arrays is None:
-                if is_locked:
-                    _remove_leftovers(entry)
+                if is_locked:  # what processes that were killed left is nobody else's
+                    for leftover in folder.glob(f"{entry.name}.*.tmp"):
+                        shutil.rmtree(leftover, ignore_errors=True)
                 _store(entry, text, build())
     except OSError as error:
         raise UserError(
@@ -145,38 +146,25 @@ def _locked(entry: Path) -> Iterator[bool]:
 
 def _store(entry: Path, text: str, arrays: Arrays) -> None:
     """Atomic write of an entry: to a temporary folder, flushed to disk, then renamed."""
-    beside = Path(tempfile.mkdtemp(dir=entry.parent, prefix=f"{entry.name}.", suffix=".tmp"))
-    try:
-        beside.chmod(0o755)  # mkdtemp's folder is private; other users of the data may read the index
+    with tempfile.TemporaryDirectory(
+        dir=entry.parent, prefix=f"{entry.name}.", suffix=".tmp", ignore_cleanup_errors=True
+    ) as temporary:
+        made = Path(temporary, "made")  # readable by other users, unlike the temporary folder
+        made.mkdir()
         for name, array in arrays.items():
-            with open(beside / f"{name}.npy", "wb") as file:
+            with open(made / f"{name}.npy", "wb") as file:
                 np.save(file, array, allow_pickle=False)
                 flush_to_disk(file)
         contents = {"description": text, "digests": {name: sampled_digest(array) for name, array in arrays.items()}}
-        with open(beside / _CONTENTS, "w", encoding="utf-8") as file:
+        with open(made / _CONTENTS, "w", encoding="utf-8") as file:
             json.dump(contents, file, indent=1)
             flush_to_disk(file)
         if entry.exists() and _load(entry, text) is None:
-            _discard(entry)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                entry.rename(Path(temporary, "damaged"))
         try:
-            beside.rename(entry)
+            made.rename(entry)
         except OSError:
             if not entry.exists():
                 raise
         sync_folder(entry.parent)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-
-
-def _remove_leftovers(entry: Path) -> None:
-    """Delete the temporary folders of an entry that killed processes left."""
-    for folder in entry.parent.glob(f"{entry.name}.*.tmp"):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _discard(entry: Path) -> None:
-    """Delete a damaged entry, renamed first."""
-    away = Path(tempfile.mkdtemp(dir=entry.parent, prefix="damaged.", suffix=".tmp"))
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
-        entry.rename(away / "entry")
-    shutil.rmtree(away, ignore_errors=True)

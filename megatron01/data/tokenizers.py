@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -112,7 +112,7 @@ class FastTokenizer(Tokenizer):
     """
 
     def __init__(self, backend: Backend, **attributes: Any) -> None:
-        super().__init__(vocab_size=count_ids(backend), **attributes)
+        super().__init__(vocab_size=count_ids(backend.get_vocab(with_added_tokens=True)), **attributes)
         self._backend = backend
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -139,24 +139,29 @@ class FastTokenizer(Tokenizer):
     @property
     def definition(self) -> str:
         """The pipeline as a ``tokenizer.json``."""
-        definition: str = self._backend.to_str()
-        return definition
+        return str(self._backend.to_str())
 
 
-def count_ids(backend: Backend) -> int:
+def count_ids(vocabulary: Mapping[str, int]) -> int:
     """One more than the largest id: a vocabulary may leave ids out."""
-    return max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    return max(vocabulary.values(), default=-1) + 1
+
+
+WordRule = Callable[[str], bool]
+"""Whether an entry of the vocabulary, other than a special token, continues a word."""
 
 
 def masking_tokens(
-    backend: Backend, names: tuple[str, str, str, str], continues: Callable[[str], bool]
+    vocabulary: Mapping[str, int], names: Sequence[str], special: Collection[str], continues: WordRule | None
 ) -> MaskingTokens | None:
-    """The special tokens called ``names`` (cls, sep, mask, pad), or None if the vocabulary lacks one of them."""
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    if any(name not in vocabulary for name in names):
+    """The special tokens called ``names`` (cls, sep, mask, pad); None without one of them or without a word rule.
+
+    Args:
+        special: all special tokens; none of them continues a word.
+    """
+    if continues is None or any(name not in vocabulary for name in names):
         return None
-    is_continuation = np.zeros(count_ids(backend), dtype=np.bool_)
-    special = {token.content for token in backend.get_added_tokens_decoder().values()}
+    is_continuation = np.zeros(count_ids(vocabulary), dtype=np.bool_)
     for entry, token_id in vocabulary.items():
         is_continuation[token_id] = entry not in special and continues(entry)
     cls, sep, mask, pad = (vocabulary[name] for name in names)
@@ -223,7 +228,10 @@ def build_wordpiece(vocab_file: str, *, lower_case: bool) -> FastTokenizer:
         unknown=vocabulary["[UNK]"],
         eod=None,
         masking=masking_tokens(
-            backend, ("[CLS]", "[SEP]", "[MASK]", "[PAD]"), lambda entry: entry.startswith(CONTINUATION)
+            vocabulary,
+            ("[CLS]", "[SEP]", "[MASK]", "[PAD]"),
+            BERT_SPECIAL_TOKENS,
+            lambda entry: entry.startswith(CONTINUATION),
         ),
     )
 
@@ -340,11 +348,8 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
     if not vocabulary:
         raise UserError(f"{path} has an empty vocabulary")
     names = _special_names(path, vocabulary)
-    continues = _word_rule(definition)
-    masking = None
-    if continues is not None:
-        special = (names["cls_token"], names["sep_token"], names["mask_token"], names["pad_token"])
-        masking = masking_tokens(backend, special, continues)
+    for_masking = [names[f"{role}_token"] for role in ("cls", "sep", "mask", "pad")]
+    special = {token.content for token in backend.get_added_tokens_decoder().values()}
     rules = json.dumps(definition, sort_keys=True)
     tokenizer = FastTokenizer(
         backend,
@@ -352,7 +357,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         fingerprint=fingerprint("HuggingFaceTokenizer", [rules, json.dumps(names, sort_keys=True)]),
         unknown=_find_unknown(definition["model"], vocabulary),
         eod=vocabulary.get(names["eos_token"]),
-        masking=masking,
+        masking=masking_tokens(vocabulary, for_masking, special, _word_rule(definition)),
     )
     tokenizer.encode(_RARE_TEXT)  # a vocabulary that cannot encode it is refused now, not after hours
     return tokenizer
@@ -362,15 +367,13 @@ def _file_in(folder: Path) -> Path:
     path = folder / _FILE
     if path.is_file():
         return path
-    hint = ""
+    models, hint = sorted(folder.glob("*.model")), ""
     if (folder / "merges.txt").is_file():
         hint = "; it has a merges.txt: use tokenizer_type GPT2BPETokenizer with its vocab_file and merge_file"
     elif (folder / "vocab.txt").is_file():
         hint = "; it has a vocab.txt: use tokenizer_type BertWordPieceLowerCase or BertWordPieceCase"
-    else:
-        models = sorted(folder.glob("*.model"))
-        if models:
-            hint = f"; for {models[0].name} use tokenizer_type SentencePieceTokenizer and its path as tokenizer_model"
+    elif models:
+        hint = f"; for {models[0].name} use tokenizer_type SentencePieceTokenizer and its path as tokenizer_model"
     raise UserError(f"folder {folder} has no {_FILE}{hint}")
 
 
@@ -397,8 +400,8 @@ def _find_unknown(model: Mapping[str, Any], vocabulary: Mapping[str, int]) -> in
     return vocabulary.get(model.get("unk_token") or "")
 
 
-def _word_rule(definition: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Predicate: an entry continues a word, by this vocabulary's word-boundary marks; None if it has none."""
+def _word_rule(definition: Mapping[str, Any]) -> WordRule | None:
+    """The rule that follows from this vocabulary's word-boundary marks; None if it has none."""
     model = definition["model"]
     prefix = model.get("continuing_subword_prefix")
     if prefix:
@@ -436,11 +439,7 @@ _FALSE = ("", "off", "false", "f", "no", "n", "0")  # of TOKENIZERS_PARALLELISM,
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, from its .model file.
-
-    Control symbols such as ``</s>`` never come from text. A piece that begins with the mark of a space begins a word;
-    every other one continues a word.
-    """
+    """A SentencePiece model, from its .model file; control symbols such as ``</s>`` never come from text."""
 
     def __init__(self, name: str) -> None:
         self.model = read_bytes(name)
@@ -451,26 +450,33 @@ class SentencePieceTokenizer(Tokenizer):
             processor.load_from_serialized_proto(self.model)
         except RuntimeError as error:
             raise UserError(f"{name} is not a SentencePiece model; expected a .model file of its trainer") from error
-        eod = _first_of(processor, _ENDS_OF_DOCUMENT)
-        eod = eod if eod >= 0 else processor.eos_id()  # -1 if the model was trained without
+        vocabulary = {processor.id_to_piece(index): index for index in range(processor.get_piece_size())}
+        eod = next((vocabulary[name] for name in _ENDS_OF_DOCUMENT if name in vocabulary), processor.eos_id())
         super().__init__(
             name=name,
             vocab_size=processor.get_piece_size(),
             fingerprint=hashlib.sha256(b"SentencePieceTokenizer\n" + self.model).hexdigest(),
             unknown=processor.unk_id(),
-            eod=eod if eod >= 0 else None,
-            masking=_find_masking(processor),
+            eod=eod if eod >= 0 else None,  # -1 if the model was trained without
+            masking=self._masking(vocabulary),
         )
+
+    def _masking(self, vocabulary: Mapping[str, int]) -> MaskingTokens | None:
+        processor = self._processor
+        names = [next((name for name in usual if name in vocabulary), "") for usual in _MASKING_TOKENS]
+        symbols = {p for p, index in vocabulary.items() if processor.is_control(index) or processor.is_unknown(index)}
+        if not any(len(piece) > 1 and piece.startswith(WORD_START) for piece in vocabulary):
+            return None  # trained with the mark as a suffix, so that no piece tells whether it begins a word
+        return masking_tokens(vocabulary, names, {*symbols, *names}, lambda piece: not piece.startswith(WORD_START))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         parallel = os.environ.get("TOKENIZERS_PARALLELISM", "true").lower() not in _FALSE and len(texts) > 1
         try:
-            ids: list[list[int]] = self._processor.encode(list(texts), out_type=int, num_threads=-1 if parallel else 1)
+            return list(self._processor.encode(list(texts), out_type=int, num_threads=-1 if parallel else 1))
         except (RuntimeError, TypeError):
             for text in texts:
                 text.encode("utf-8")  # the library does not name an unpaired surrogate as the cause
             raise
-        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         # The library leaves control symbols out.
@@ -483,30 +489,7 @@ class SentencePieceTokenizer(Tokenizer):
         return bool(self._processor.is_control(token_id))
 
     def token(self, token_id: int) -> str:
-        piece: str = self._processor.id_to_piece(token_id)
-        return piece
-
-
-def _first_of(processor: Any, pieces: Sequence[str]) -> int:
-    """The id of the first of these pieces that the model has, -1 if it has none of them."""
-    ids = ((piece, processor.piece_to_id(piece)) for piece in pieces)  # of an absent piece: the unknown id
-    return next((token_id for piece, token_id in ids if processor.id_to_piece(token_id) == piece), -1)
-
-
-def _find_masking(processor: Any) -> MaskingTokens | None:
-    ids = [_first_of(processor, names) for names in _MASKING_TOKENS]
-    if min(ids) < 0:
-        return None
-    num_pieces = processor.get_piece_size()
-    pieces = map(processor.id_to_piece, range(num_pieces))
-    if not any(len(piece) > 1 and piece.startswith(WORD_START) for piece in pieces):
-        return None  # trained with the mark as a suffix, so that no piece tells whether it begins a word
-    is_continuation = np.zeros(num_pieces, dtype=np.bool_)
-    for token_id in range(num_pieces):
-        special = processor.is_control(token_id) or processor.is_unknown(token_id) or token_id in ids
-        is_continuation[token_id] = not special and not processor.id_to_piece(token_id).startswith(WORD_START)
-    cls, sep, mask, pad = ids
-    return MaskingTokens(cls, sep, mask, pad, is_continuation)
+        return str(self._processor.id_to_piece(token_id))
 
 
 _BERT_FILES = {"vocab_file": "the vocab.txt of a BERT model"}

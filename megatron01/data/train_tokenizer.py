@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -80,7 +80,12 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
     for path in files.values():
         if path.exists():
             raise UserError(f"{path} exists, and text may have been encoded with it; choose another output_prefix")
-    _make_folder(Path(config.output_prefix).parent)
+    folder = Path(config.output_prefix).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()  # text is read for long before anything is written
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; check output_prefix") from error
     texts = _Texts(config)
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         if "-" in config.input:
@@ -100,16 +105,6 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         raise UserError(f"cannot write {path}: {error.strerror}; check output_prefix") from error
     _report(config, files, texts)
     return list(files.values())
-
-
-def _make_folder(folder: Path) -> None:
-    """Create the output folder, before text is read for long. Raises UserError if it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; check output_prefix") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"cannot write to {folder}: permission denied; check output_prefix")
 
 
 def _report(config: TrainTokenizerConfig, files: Mapping[str, Path], texts: _Texts) -> None:
@@ -145,36 +140,30 @@ class _Texts:
 
     def read(self) -> Iterator[str]:
         """The texts. Raises UserError if there is none, or an input cannot be read."""
+        config = self._config
         self.num_documents = self.num_characters = 0
         self.left_out = Counter()
         number = 0
         next_line = _MEGABYTES_PER_LINE
-        for texts in self._documents():
-            number += 1
-            if int(number * self._config.sample) == int((number - 1) * self._config.sample):
-                continue
-            yield from texts
-            self.num_documents += 1
-            self.num_characters += sum(map(len, texts))
-            if self.num_characters >= next_line * 1_000_000:
-                _log(f"{self.num_documents} documents, {self.num_characters // 1_000_000} million characters")
-                next_line += _MEGABYTES_PER_LINE
-        if not self.num_documents:
-            inputs = ", ".join(self._config.input)
-            if number:
-                raise UserError(
-                    f"sample {self._config.sample} takes none of the {number} documents in {inputs}; raise it"
-                )
-            reasons = ", ".join(f"{count} ({reason})" for reason, count in self.left_out.most_common())
-            raise UserError(f"no usable document in {inputs}; left out: {reasons or 'none'}")
-
-    def _documents(self) -> Iterator[tuple[str, ...]]:
-        """The texts of each document, one for each key, read as preprocessing reads them."""
-        config = self._config
         for chunk in read_chunks(resolve_inputs(config), Position()):
             decoded = decode_chunk(chunk, config.json_keys, config.max_document_mb)
             self.left_out.update(reason for _, reason in decoded.rejected)
-            yield from (texts for _, texts in decoded.documents)
+            for _, texts in decoded.documents:
+                number += 1
+                if int(number * config.sample) == int((number - 1) * config.sample):
+                    continue
+                yield from texts
+                self.num_documents += 1
+                self.num_characters += sum(map(len, texts))
+                if self.num_characters >= next_line * 1_000_000:
+                    _log(f"{self.num_documents} documents, {self.num_characters // 1_000_000} million characters")
+                    next_line += _MEGABYTES_PER_LINE
+        if not self.num_documents:
+            inputs = ", ".join(config.input)
+            if number:
+                raise UserError(f"sample {config.sample} takes none of the {number} documents in {inputs}; raise it")
+            reasons = ", ".join(f"{count} ({reason})" for reason, count in self.left_out.most_common())
+            raise UserError(f"no usable document in {inputs}; left out: {reasons or 'none'}")
 
 
 # Training is deterministic, the same text gives the same bytes: where the libraries' trainers depend on hash order or
