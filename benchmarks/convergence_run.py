@@ -27,10 +27,10 @@ from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GP
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_yaml
 from megatron01.data import (
+    BatchLoader,
     SampleCounts,
     build_bert_datasets,
     build_gpt_datasets,
-    build_loader,
     build_tokenizer,
 )
 from megatron01.models import GPT2, Bert
@@ -368,7 +368,7 @@ def _batches(
     samples = count * micro_batch_size * replicas
     counts = SampleCounts(samples) if part == "train" else SampleCounts(1, samples)
     build: Any = build_bert_datasets if is_bert else build_gpt_datasets
-    loader = build_loader(
+    loader = BatchLoader(
         getattr(build(data, build_tokenizer(data), counts, seed), part),
         consumed_samples=0,
         micro_batch_size=micro_batch_size,

@@ -19,12 +19,12 @@ import torch
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import (
+    BatchLoader,
     IndexedDatasetBuilder,
     SampleCounts,
     Tokenizer,
     build_bert_datasets,
     build_gpt_datasets,
-    build_loader,
     build_tokenizer,
 )
 from megatron01.data.bert import build_bert_mapping
@@ -112,7 +112,7 @@ def measure_samples(*, seconds: float, workers: Sequence[int]) -> list[SampleRat
             alone = _rate(batches, seconds, time.process_time)
             rates.append(SampleRate(name, None, alone))
             for count in workers:
-                loader = build_loader(
+                loader = BatchLoader(
                     dataset,
                     consumed_samples=0,
                     micro_batch_size=MICRO_BATCH,

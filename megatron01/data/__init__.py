@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from megatron01.data.indexed import IndexedDatasetBuilder as IndexedDatasetBuilder
     from megatron01.data.indexed import token_dtype as token_dtype
     from megatron01.data.loader import BatchLoader as BatchLoader
-    from megatron01.data.loader import build_loader as build_loader
     from megatron01.data.tokenizers import Tokenizer as Tokenizer
     from megatron01.data.tokenizers import build_tokenizer as build_tokenizer
 
@@ -28,7 +27,7 @@ _NAMES = {
     "datasets": ("SampleCounts", "Splits"),
     "gpt": ("GPTDataset", "build_gpt_datasets"),
     "indexed": ("IndexedDataset", "IndexedDatasetBuilder", "token_dtype"),
-    "loader": ("BatchLoader", "build_loader"),
+    "loader": ("BatchLoader",),
     "tokenizers": ("Tokenizer", "build_tokenizer"),
 }
 

@@ -51,7 +51,6 @@ class BertDataset(TokenFileDataset):
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
         documents: int64[documents + 1], first sentence of each document of this split; for next-sentence pairs.
         num_epochs: passes over the text that the mapping holds.
-        seed: base of the samples' seeds.
     """
 
     def __init__(
@@ -137,9 +136,8 @@ def build_bert_mapping(
 ) -> Arrays:
     """The sentences of each sample, shuffled: "mapping", (N, 3) of first sentence, last sentence + 1, target length.
 
-    "epochs", int64[1], is the number of passes over the text.
-
-    Memory: only the mapping (12 bytes a sample), as samples are counted first.
+    "epochs", int64[1], is the number of passes over the text. Samples are counted first, so memory holds only the
+    mapping (12 bytes a sample).
 
     Args:
         documents: int64[documents + 1], where each document's sentences begin.

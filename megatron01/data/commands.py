@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +33,6 @@ from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.files import SHIPPED, write_atomically
-
-ConfigT = TypeVar("ConfigT")
 
 _EXTENSIONS = (".bin", ".idx", ".json")
 
@@ -82,23 +81,20 @@ class VerifyConfig:
 
 
 def data(argv: Sequence[str], prog: str) -> None:
-    """``megatron01 data``: runs a sub-command.
-
-    Raises:
-        UserError: for an unknown sub-command or what the sub-command raises.
-    """
+    """``megatron01 data``: runs a sub-command. Raises UserError for an unknown one, and what it raises."""
     dispatch(_COMMANDS, argv, prog, arguments="PREFIX ... [flags]")
 
 
-def _parse(config_class: type[ConfigT], argv: Sequence[str], prog: str, description: str) -> ConfigT:
-    """As ``parse``, but paths may stand first, without ``--input``."""
-    first_flag = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
-    paths, flags = list(argv[:first_flag]), list(argv[first_flag:])
-    if paths:
-        flags = ["--input", *paths, *flags]
-    return parse(
-        config_class, flags, prog=prog, description=f"{description} Their paths may stand first, without --input."
-    )
+def _of_pairs(help: str, config_class: type[Any], run: Callable[[Any], None]) -> Command:
+    """A command on token files, whose paths may stand first, without ``--input``."""
+
+    def parse_and_run(argv: Sequence[str], prog: str) -> None:
+        first_flag = next((index for index, argument in enumerate(argv) if argument.startswith("-")), len(argv))
+        flags = [*(["--input", *argv[:first_flag]] if first_flag else []), *argv[first_flag:]]
+        description = f"{help} Their paths may stand first, without --input."
+        run(parse(config_class, flags, prog=prog, description=description))
+
+    return Command(help, parse_and_run)
 
 
 def _without_extensions(paths: Sequence[str]) -> list[str]:
@@ -107,8 +103,7 @@ def _without_extensions(paths: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(pairs))
 
 
-def _merge(argv: Sequence[str], prog: str) -> None:
-    config = _parse(MergeConfig, argv, prog, "Make one pair of token files out of several.")
+def _merge(config: MergeConfig) -> None:
     merged = merge(config.input, config.output_prefix)
     print(
         f"{merged.prefix}: {merged.num_documents:,} documents, {len(merged):,} sequences, {merged.tokens.size:,} tokens"
@@ -117,16 +112,13 @@ def _merge(argv: Sequence[str], prog: str) -> None:
         print("note: no record of the tokenizer was kept, for at least one of the files has none")
 
 
-def _inspect(argv: Sequence[str], prog: str) -> None:
-    config = _parse(InspectConfig, argv, prog, "Show what token files hold.")
-    prefixes = _without_extensions(config.input)
+def _inspect(config: InspectConfig) -> None:
     tokenizer = build_tokenizer(config) if config.tokenizer_type is not None else None  # type: ignore[arg-type]
-    for prefix in prefixes:
+    for prefix in _without_extensions(config.input):
         print("\n".join(inspect(prefix, tokenizer=tokenizer, documents=config.documents, tokens=config.tokens)))
 
 
-def _verify(argv: Sequence[str], prog: str) -> None:
-    config = _parse(VerifyConfig, argv, prog, "Check token files to the last byte.")
+def _verify(config: VerifyConfig) -> None:
     prefixes = _without_extensions(config.input)
     wrong = []
     for prefix in prefixes:
@@ -142,15 +134,18 @@ def _verify(argv: Sequence[str], prog: str) -> None:
         raise UserError(f"{len(wrong)} of {len(prefixes)} pairs are damaged: {', '.join(wrong)}")
 
 
-def _sample(argv: Sequence[str], prog: str) -> None:
-    make_sample(parse(SampleConfig, argv, prog=prog, description="Make token files of the shipped corpus."))
-
-
-_COMMANDS: dict[str, Command] = {
-    "inspect": Command("Show counts, lengths and the first documents of token files.", _inspect),
-    "merge": Command("Make one pair of token files out of several.", _merge),
-    "sample": Command("Make token files of the shipped corpus, for the debug configurations.", _sample),
-    "verify": Command("Check token files to the last byte, also against what is recorded about them.", _verify),
+_COMMANDS = {
+    "inspect": _of_pairs("Show counts, lengths and the first documents of token files.", InspectConfig, _inspect),
+    "merge": _of_pairs("Make one pair of token files out of several.", MergeConfig, _merge),
+    "sample": Command(
+        "Make token files of the shipped corpus, for the debug configurations.",
+        lambda argv, prog: make_sample(
+            parse(SampleConfig, argv, prog=prog, description="Make token files of the shipped corpus.")
+        ),
+    ),
+    "verify": _of_pairs(
+        "Check token files to the last byte, also against what is recorded about them.", VerifyConfig, _verify
+    ),
 }
 
 
@@ -179,13 +174,9 @@ def scan_tokens(dataset: IndexedDataset) -> TokenScan:
 
 
 def verify(prefix: str) -> list[str]:
-    """Check a pair in full: its structure, every token, and its recorded origin.
+    """Check a pair in full: its structure, every token, and its recorded origin; returns findings, as lines of text.
 
-    Returns:
-        Findings, as lines of text.
-
-    Raises:
-        UserError: naming the first thing that is wrong.
+    Raises: UserError, which names the first thing that is wrong.
     """
     dataset = IndexedDataset(prefix)
     scan = scan_tokens(dataset)
@@ -229,15 +220,11 @@ def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], 
 
 
 def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens: int) -> list[str]:
-    """Describe a pair, as lines of text.
+    """Describe a pair, as lines of text: its counts, and the first ``tokens`` of the first ``documents``.
 
-    Args:
-        tokenizer: the one it was made with, to show text instead of ids.
-        documents: number of documents to show, from the first on.
-        tokens: number of tokens to show of each.
+    With the ``tokenizer`` it was made with, text is shown instead of ids.
 
-    Raises:
-        UserError: if the pair is damaged or was made with another tokenizer.
+    Raises: UserError if the pair is damaged or was made with another tokenizer.
     """
     dataset = IndexedDataset(prefix)
     if tokenizer is not None:
@@ -322,29 +309,10 @@ class SampleConfig:
 
 
 def make_sample(config: SampleConfig) -> None:
-    """Make the token files that are missing or were made from another corpus, vocabulary or code.
-
-    Raises:
-        UserError: if the folder cannot be written.
-    """
-    for conversion in _conversions(config):
-        prefix = conversion.output("text")
-        stamp = Path(f"{prefix}.made-from")
-        vocabulary = [conversion.vocab_file, conversion.merge_file or conversion.vocab_file]
-        paths: list[str | Path] = [*conversion.input, *vocabulary, *_CODE]
-        contents = [Path(path).read_bytes() for path in paths]
-        made_from = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()
-        if _is_current(prefix, stamp, made_from):
-            print(f"{prefix}: up to date")
-            continue
-        preprocess(conversion)
-        write_atomically(stamp, f"{made_from}\n".encode())
-
-
-def _conversions(config: SampleConfig) -> list[PreprocessConfig]:
+    """Make the token files that are missing or were made from another corpus, vocabulary or code."""
     texts = (str(SHIPPED / "data" / "corpus.jsonl.xz"),)
     vocabularies, folder = SHIPPED / "data" / "vocab", Path(config.output)
-    return [
+    conversions = [
         PreprocessConfig(
             input=texts,
             output_prefix=str(folder / "gpt"),
@@ -363,14 +331,15 @@ def _conversions(config: SampleConfig) -> list[PreprocessConfig]:
             workers=config.workers,
         ),
     ]
-
-
-def _is_current(prefix: str, stamp: Path, made_from: str) -> bool:
-    """True if there is an intact pair made from the same corpus, vocabulary and code."""
-    if not stamp.is_file() or stamp.read_text().strip() != made_from:
-        return False
-    try:
-        IndexedDataset(prefix)
-    except UserError:
-        return False
-    return True
+    for conversion in conversions:
+        prefix = conversion.output("text")
+        stamp = Path(f"{prefix}.made-from")
+        paths = [*conversion.input, conversion.vocab_file, conversion.merge_file, *map(str, _CODE)]
+        digests = [hashlib.sha256(Path(path).read_bytes()).digest() for path in paths if path]
+        made_from = hashlib.sha256(b"".join(digests)).hexdigest()
+        with suppress(OSError, UserError):  # what is missing or damaged is made again
+            if stamp.read_text().strip() == made_from and IndexedDataset(prefix).tokens.size:
+                print(f"{prefix}: up to date")
+                continue
+        preprocess(conversion)
+        write_atomically(stamp, f"{made_from}\n".encode())

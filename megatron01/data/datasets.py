@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from megatron01.config import DataConfig
 from megatron01.config.data import Source, parse_sources
-from megatron01.data.index_cache import Arrays, cache_folder, cached_arrays, sampled_digest
+from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
 from megatron01.data.indexed import IndexedDataset, bin_path, check_fingerprint, check_ids, idx_path
 from megatron01.data.kernels import fill_blend_order
 from megatron01.data.tokenizers import Tokenizer
@@ -36,9 +36,8 @@ from megatron01.errors import UserError
 class TokenFiles(IndexedDataset):
     """A ``.bin``/``.idx`` pair that is held open and must not change while in use.
 
-    A file written in place is detected. One *replaced* by renaming another over it is not: a process that has mapped
-    the old file keeps reading that. Unpickled in another process, the object opens the files by name and refuses files
-    with other stamps.
+    A file written in place is detected. One that is replaced by renaming another over it does no harm: this process
+    keeps reading the old one. Unpickled in another process, the object refuses files with other stamps.
 
     Args:
         cache: folder of the sample index cache, which also keeps what takes a pass over the files.
@@ -85,11 +84,7 @@ class TokenFiles(IndexedDataset):
         return TokenFiles, (self.prefix, self.cache, self._stamps)
 
     def check_unchanged(self) -> None:
-        """Check size and modification time of the open files; takes about a microsecond.
-
-        Raises:
-            UserError: naming the first file that was written or truncated.
-        """
+        """Raises: UserError if size or modification time of an open file has changed. Takes about a microsecond."""
         for path, descriptor, before in zip(self._paths, self._descriptors, self._stamps, strict=True):
             now = _stamp(descriptor)
             if now != before:
@@ -129,8 +124,7 @@ class SampleDataset(ABC):
     def read(self, indices: NDArray[np.int64]) -> Samples:
         """The samples of ``indices``, int64[b] in [0, len), in the narrowest types that hold the values.
 
-        Raises:
-            UserError: if a file has changed since it was opened.
+        Raises: UserError if a file has changed since it was opened.
         """
 
     @abstractmethod
@@ -146,10 +140,7 @@ class SampleDataset(ABC):
         return self.read(numbers)
 
     def collate(self, samples: Samples) -> Samples:
-        """The model's input from a ``batch``; by default the same arrays.
-
-        Called in the loader's worker processes, so that data-dependent shapes need no host sync.
-        """
+        """The model's input from a ``batch``, by default the same; made in the loader's processes."""
         return samples
 
     def __getitem__(self, index: int) -> Samples:
@@ -159,11 +150,7 @@ class SampleDataset(ABC):
 
 
 class TokenFileDataset(SampleDataset):
-    """Samples of one pair of token files.
-
-    Args:
-        samples_per_epoch: samples in one pass over the text.
-    """
+    """Samples of one pair of token files; ``samples_per_epoch`` of them are a pass over the text."""
 
     def __init__(self, files: TokenFiles, samples_per_epoch: float) -> None:
         self.files = files
@@ -207,8 +194,7 @@ def blend_order(weights: Sequence[float], num_samples: int) -> Arrays:
         weights: D relative shares, positive.
 
     Returns:
-        "dataset" int16[num_samples], "sample" int64[num_samples] (consecutive within each dataset), "drawn" int64[D],
-        samples drawn from each.
+        "dataset" int16[num_samples]; "sample" int64[num_samples], consecutive within each dataset; "drawn" int64[D].
     """
     assert 0 < len(weights) <= _MOST_DATASETS
     dataset = np.empty(num_samples, dtype=np.int16)
@@ -225,11 +211,9 @@ def samples_per_dataset(weights: Sequence[float], num_samples: int, drawn: NDArr
 
 
 class BlendedDataset(SampleDataset):
-    """Samples of several datasets in the order of ``blend_order``.
+    """Samples of several datasets of one kind, in the ``order`` that ``blend_order`` returns.
 
-    Args:
-        datasets: all with samples of the same form.
-        order: from ``blend_order``; no dataset may be shorter than what is drawn from it.
+    No dataset may be shorter than what is drawn from it.
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], order: Arrays) -> None:
@@ -251,12 +235,8 @@ class BlendedDataset(SampleDataset):
 
     def read(self, indices: NDArray[np.int64]) -> Samples:
         dataset_of, sample_of = self._dataset_of[indices], self._sample_of[indices]
-        present = np.unique(dataset_of).tolist()
-        if len(present) == 1:
-            result: Samples = self.datasets[present[0]].read(sample_of)
-            return result
         batch: dict[str, NDArray[Any]] = {}
-        for number in present:
+        for number in np.unique(dataset_of).tolist():
             rows = np.flatnonzero(dataset_of == number)
             for name, values in self.datasets[number].read(sample_of[rows]).items():
                 if name not in batch:
@@ -288,20 +268,14 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class SplitSource:
-    """What one pair of token files contributes to a split.
-
-    Attributes:
-        num_documents, num_tokens: those of the pair that are in the split.
-        num_samples: samples that the run takes from it.
-        num_epochs: passes over this text that these samples amount to.
-    """
+    """What one pair of token files contributes to a split: documents and tokens, and the samples taken from them."""
 
     split: str
     prefix: str
     num_documents: int
     num_tokens: int
     num_samples: int
-    num_epochs: float
+    num_epochs: float  # passes over this text that the samples amount to
 
 
 @dataclass(frozen=True)
@@ -318,12 +292,7 @@ class Splits(Generic[T]):
 
 
 def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int]]:
-    """First and last + 1 item of each split, rounded as in Megatron-LM's current releases.
-
-    Args:
-        shares: of the splits, sum 1.
-        num_items: documents (BERT) or sequences (GPT) in the file.
-    """
+    """First and last + 1 item of each split, rounded as in Megatron-LM's current releases; ``shares`` have sum 1."""
     bounds = [round(share * num_items) for share in itertools.accumulate(shares, initial=0.0)]
     bounds[-1] = num_items  # the shares' sum is 1 only up to rounding
     return list(itertools.pairwise(bounds))
@@ -331,35 +300,20 @@ def split_bounds(shares: Sequence[float], num_items: int) -> list[tuple[int, int
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a pair of token files that belongs to a split.
-
-    Attributes:
-        documents: first and last + 1.
-        sequences: first and last + 1 of those that hold these documents.
-        weight: share of the samples in a blend, relative to other pairs'.
-    """
+    """The part of a pair of token files that belongs to a split."""
 
     files: TokenFiles
-    documents: tuple[int, int]
-    sequences: tuple[int, int]
+    documents: tuple[int, int]  # first and last + 1
+    sequences: tuple[int, int]  # likewise, those that hold these documents
     num_tokens: int
-    weight: float
+    weight: float  # share of the samples in a blend, relative to other pairs'
 
 
 class SplitBuilder(ABC):
-    """Builds the splits of a corpus as datasets of one kind of samples; every file is opened once.
+    """Builds the splits of a corpus as datasets of one kind of samples; every file is opened once."""
 
-    Args:
-        tokenizer: the vocabulary that the files must have been made with.
-
-    Attributes:
-        sequences_are_documents: True if splits are cut between sequences (GPT-2), not documents of the file (BERT).
-        required_text: minimum text of a split, for messages.
-        notes: messages for ``Splits.notes``.
-    """
-
-    sequences_are_documents: bool
-    required_text: str
+    sequences_are_documents: bool  # splits are cut between sequences (GPT-2), not documents of the file (BERT)
+    required_text: str  # minimum text of a split, for messages
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
         self.notes: list[str] = []
@@ -385,9 +339,7 @@ class SplitBuilder(ABC):
     def build_splits(self, counts: SampleCounts) -> Splits[Any]:
         """Build every split of which samples are wanted.
 
-        Raises:
-            UserError: if there is no text to train on, or a pair is missing, damaged, of another vocabulary, or cannot
-                hold this kind of samples.
+        Raises: UserError if there is no text to train on, or a pair is missing, damaged, or of another kind.
         """
         datasets = {split: self._build_split(split, getattr(counts, split)) for split in SPLITS}
         return Splits(**datasets, sources=tuple(self._split_sources), notes=tuple(self.notes))
@@ -451,20 +403,15 @@ class SplitBuilder(ABC):
         sequences = first, last
         if not self.sequences_are_documents:
             sequences = int(files.documents[first]), int(files.documents[last])
-        num_tokens = count_tokens(files.sizes[slice(*sequences)])
+        num_tokens = int(files.sizes[slice(*sequences)].sum())
         weight = float(num_tokens) if source.weight is None else source.weight
         return Share(files, (first, last), sequences, num_tokens, weight)
 
     def _open(self, prefix: str) -> TokenFiles:
         if prefix not in self._opened:
             check_fingerprint(prefix, self._tokenizer)  # before the files are read for long
-            files = TokenFiles(prefix, cache_folder(self._data.data_cache_path, prefix))
+            files = TokenFiles(prefix, Path(self._data.data_cache_path or Path(prefix).parent / "cache"))
             check_ids(prefix, files.least, files.most, self._tokenizer)
             self.check(files)
             self._opened[prefix] = files
         return self._opened[prefix]
-
-
-def count_tokens(sizes: np.ndarray[Any, Any]) -> int:
-    """Sum of sequence lengths (int32[S]), added up in int64."""
-    return int(sizes.sum(dtype=np.int64))

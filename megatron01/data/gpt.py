@@ -28,7 +28,6 @@ from megatron01.data.datasets import (
     Splits,
     TokenFileDataset,
     TokenFiles,
-    count_tokens,
 )
 from megatron01.data.index_cache import Arrays, sampled_digest
 from megatron01.data.indexed import read_origin
@@ -116,7 +115,7 @@ def build_gpt_index(
     Args:
         sizes: int32[S], tokens in each document of the file.
     """
-    tokens_per_epoch = count_tokens(sizes[first:last])
+    tokens_per_epoch = int(sizes[first:last].sum())
     num_epochs = -(-(num_samples * seq_length + 1) // tokens_per_epoch)  # least with num_in_epochs >= num_samples
 
     def num_in_epochs(epochs: int) -> int:
@@ -153,7 +152,7 @@ def build_padded_gpt_index(
     Returns:
         Arrays as from ``build_gpt_index``; no samples if there are fewer than two tokens.
     """
-    per_pass = -(-(count_tokens(sizes[first:last]) - 1) // seq_length)
+    per_pass = -(-(int(sizes[first:last].sum()) - 1) // seq_length)
     documents = np.arange(first, last, dtype=np.int64)
     samples = np.zeros((per_pass, 2), dtype=np.int64)
     if per_pass:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.errors import UserError
-from megatron01.utils.files import flush_to_disk, has_locks, open_locked, sync_folder
+from megatron01.utils.files import flush_to_disk, has_locks, open_locked, sync_folder, writing
 
 logger = logging.getLogger(__name__)
 
@@ -37,31 +37,23 @@ _BLOCKS_HASHED = 256
 Arrays = dict[str, NDArray[Any]]
 
 
-def cache_folder(data_cache_path: str | None, prefix: str) -> Path:
-    """Folder of the sample index cache: the setting, or ``cache`` beside the token file."""
-    return Path(data_cache_path) if data_cache_path else Path(prefix).parent / "cache"
-
-
 def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[[], Arrays]) -> Arrays:
     """The arrays of a cache entry, memory-mapped; made by ``build`` and stored first if the entry is absent.
 
+    Several processes may call this at once: one builds, the others wait for it, and take over if it dies. What is built
+    is freed before the entry is mapped, so that peak memory is that of ``build``.
+
     Args:
-        description: everything on which the arrays depend, as JSON values, with a short name under "kind". The
-            entry's name is derived from it.
-        build: makes the arrays; called if there is no intact entry. They are freed before the entry is mapped, so that
-            peak memory is that of ``build``.
+        description: everything on which the arrays depend, as JSON values, with a short name under "kind".
 
-    Several processes may call this at once: one builds, the others wait for it, and take over if it dies.
-
-    Raises:
-        UserError: if the folder cannot be written.
+    Raises: UserError if the folder cannot be written.
     """
     text = json.dumps({**description, "format": _FORMAT}, sort_keys=True)
     entry = folder / f"{description['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     arrays = _load(entry, text)
     if arrays is not None:
         return arrays
-    try:
+    with writing(f"the sample index in {folder}", "set data_cache_path to a writable folder"):
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(entry) as is_locked:
             arrays = _load(entry, text)  # another process may have built it meanwhile
@@ -70,11 +62,7 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
                     for leftover in folder.glob(f"{entry.name}.*.tmp"):
                         shutil.rmtree(leftover, ignore_errors=True)
                 _store(entry, text, build())
-    except OSError as error:
-        raise UserError(
-            f"cannot write the sample index to {folder}: {error.strerror}; set data_cache_path to a writable folder"
-        ) from error
-    arrays = _load(entry, text) if arrays is None else arrays
+                arrays = _load(entry, text)
     if arrays is None:
         raise UserError(f"{entry} cannot be read back after it was written; check the file system of data_cache_path")
     return arrays
@@ -83,8 +71,7 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
 def sampled_digest(array: NDArray[Any]) -> str:
     """Hash of an array's type, shape and content: all of it up to 16 MiB, else 256 blocks of 64 KiB, evenly spread.
 
-    An index of 10^9 samples has 12 GB, which each replica would read and hash for half a minute at every start. The
-    blocks take milliseconds and detect what happens to files in practice: truncated, unfinished, or another file.
+    They detect in milliseconds what happens to files in practice: truncated, unfinished, or another file.
     """
     digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
     if not array.size:

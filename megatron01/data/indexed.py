@@ -36,11 +36,10 @@ import shutil
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, overload
 
 import numpy as np
@@ -48,7 +47,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.utils.files import flush_to_disk, open_locked, open_to_change, sync_folder, write_atomically
+from megatron01.utils.files import flush_to_disk, open_locked, read_json_object, sync_folder, write_atomically, writing
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -119,10 +118,7 @@ class IndexedDataset:
     @overload
     def __getitem__(self, index: slice) -> list[NDArray[np.integer]]: ...
     def __getitem__(self, index: int | slice) -> NDArray[np.integer] | list[NDArray[np.integer]]:
-        """The tokens of one sequence, or a list of those of several; read-only views into the file.
-
-        Negative numbers count from the end, as everywhere in Python.
-        """
+        """The tokens of one sequence, or a list of those of several; read-only views into the file."""
         if isinstance(index, slice):
             return [self[sequence] for sequence in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -148,10 +144,7 @@ class IndexedDataset:
 
     @cached_property
     def layout_fingerprint(self) -> str:
-        """Hash of everything but the token values: how the file is cut into sequences and documents.
-
-        Independent of path and time stamps, so that copies of a file share it.
-        """
+        """Hash of how the file is cut into sequences and documents; independent of path and time stamps."""
         digest = hashlib.sha256(self._index[: HEADER.size + 4 * len(self)].data)
         digest.update(self._index[self._index.size - 8 * len(self.documents) :].data)
         return digest.hexdigest()
@@ -163,16 +156,14 @@ class IndexedDataset:
         for first in range(0, len(self), _ROWS_PER_CHECK):
             sizes = self.sizes[first : first + _ROWS_PER_CHECK].astype(np.int64)
             starts = self.starts[first : first + _ROWS_PER_CHECK]
-            if sizes.min() < 0:
-                shortest = first + int(sizes.argmin())
-                raise UserError(f"{index_file} is damaged: sequence {shortest} has a negative length; copy it again")
             ends = expected_start + np.cumsum(sizes * itemsize)
             expected = ends - sizes * itemsize
-            if (starts != expected).any():
-                wrong = int((starts != expected).argmax())
+            is_wrong = (sizes < 0) | (starts != expected)
+            if is_wrong.any():
+                wrong = int(is_wrong.argmax())
                 raise UserError(
-                    f"{index_file} is damaged: sequence {first + wrong} starts at byte {starts[wrong]}, expected"
-                    f" {expected[wrong]}; preprocess or copy the data again"
+                    f"{index_file} is damaged: sequence {first + wrong} has {sizes[wrong]} tokens and starts at byte"
+                    f" {starts[wrong]}, expected 0 or more and byte {expected[wrong]}; copy or preprocess it again"
                 )
             expected_start = int(ends[-1])
             if expected_start > num_bytes and first + len(sizes) < len(self):
@@ -194,8 +185,6 @@ class IndexedDataset:
 
 
 def _check_pair_exists(prefix: str) -> None:
-    if not prefix:
-        raise UserError("data_path is empty; expected the path of a .bin/.idx pair without extension")
     missing = [path for path in (bin_path(prefix), idx_path(prefix)) if not path.is_file()]
     if not missing:
         return
@@ -209,9 +198,7 @@ def _map_bytes(path: Path) -> NDArray[np.uint8]:
     """The file's bytes, memory-mapped and read-only (an empty file cannot be mapped)."""
     try:
         if path.stat().st_size == 0:
-            empty = np.empty(0, dtype=np.uint8)
-            empty.flags.writeable = False
-            return empty
+            return np.frombuffer(b"", dtype=np.uint8)
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
@@ -225,10 +212,11 @@ def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[np.dtype[np.inte
             f"{path} is in the old TNTIDX format (dataset-impl lazy or cached), which is not read;"
             " preprocess the text again or convert it to the mmap format with the program that wrote it"
         )
-    if not start.startswith(MAGIC):
-        raise UserError(f"{path} is not a Megatron index: it starts with {start[:9]!r}, expected {MAGIC!r}")
-    if len(start) < HEADER.size:
-        raise UserError(f"{path} has {len(start)} bytes, fewer than its header of {HEADER.size}; copy it again")
+    if not start.startswith(MAGIC) or len(start) < HEADER.size:
+        raise UserError(
+            f"{path} is not a Megatron index or is cut short: its first {len(start)} bytes start with {start[:9]!r},"
+            f" expected {HEADER.size} bytes or more that start with {MAGIC!r}"
+        )
     _, version, code, num_sequences, document_index_length = HEADER.unpack(start)
     if version != VERSION:
         raise UserError(f"{path} is of version {version}; expected {VERSION}")
@@ -294,17 +282,22 @@ class IndexedDatasetBuilder:
             raise ValueError(f"tokens of type {np.dtype(dtype)} cannot be stored; expected one of {TOKEN_DTYPES}")
         self._code = codes[0]
         self._keep_partial = resume_from is not None
-        create = resume_from is None
-        with contextlib.ExitStack() as opened, self._disk_errors_explained():
+        state = BuilderState() if resume_from is None else resume_from
+        # int32, tokens in each sequence; token ids; int64, first sequence of each document and the end of the last.
+        # The lock of the first file keeps other processes away; it is closed last.
+        num_bytes = {
+            "sizes": 4 * state.num_sequences,
+            "bin": self.dtype.itemsize * state.num_tokens,
+            "documents": 8 * (state.num_documents + 1),
+        }
+        self._files: dict[str, IO[bytes]] = {}
+        with contextlib.ExitStack() as opened, self._writing():
             bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            # int32, tokens in each sequence; this file also carries the lock, so it comes first and goes last
-            self._sizes = opened.enter_context(self._open("sizes", open_locked, create=create))
-            if not create:
-                self._undo_renaming()
-            self._tokens = opened.enter_context(self._open("bin", open_to_change, create=create))
-            self._documents = opened.enter_context(self._open("documents", open_to_change, create=create))  # int64
-            self._cut_back(BuilderState() if resume_from is None else resume_from)
+            for name in num_bytes:
+                self._files[name] = opened.enter_context(self._open(name, num_bytes[name]))
             opened.pop_all()  # ``suspend`` closes them from here on
+        self.num_sequences, self.num_documents = state.num_sequences, state.num_documents
+        self.num_tokens, self.checksum = state.num_tokens, state.checksum
 
     def add_sentence(self, tokens: ArrayLike) -> None:
         """Append one sequence of token ids, integers[n], to the current document."""
@@ -320,13 +313,7 @@ class IndexedDatasetBuilder:
     def add_documents(
         self, tokens: NDArray[np.integer], sizes: NDArray[np.integer], sentences: NDArray[np.integer]
     ) -> None:
-        """Append many whole documents at once.
-
-        Args:
-            tokens: integers, flat: all token ids, one sequence after the other.
-            sizes: integers[sequences], tokens in each sequence.
-            sentences: integers[documents], sequences in each document.
-        """
+        """Append many whole documents at once: all token ids, tokens in each sequence, sequences in each document."""
         assert sizes.sum() == tokens.size and sentences.sum() == sizes.size
         ends = self.num_sequences + np.cumsum(sentences, dtype=np.int64)
         self._add_sequences(tokens, sizes)
@@ -338,15 +325,15 @@ class IndexedDatasetBuilder:
         for tokens in _pieces(dataset.tokens):
             self._write_tokens(tokens)
         for sizes in _pieces(dataset.sizes):
-            self._write(self._sizes, sizes)
+            self._write("sizes", sizes)
         self.num_sequences += len(dataset)
         for ends in _pieces(dataset.documents[1:]):
             self._add_document_ends(base + ends)
 
     def checkpoint(self) -> BuilderState:
         """Flush everything added so far to disk; ``resume_from`` the result continues from here."""
-        with self._disk_errors_explained():
-            for file in (self._tokens, self._sizes, self._documents):
+        with self._writing():
+            for file in self._files.values():
                 flush_to_disk(file)
             if not self._keep_partial:
                 sync_folder(bin_path(self.prefix).parent)
@@ -355,19 +342,20 @@ class IndexedDatasetBuilder:
 
     def finalize(self) -> None:
         """Write the index and rename both files to their final names; an open document is ended first."""
-        with self._disk_errors_explained():
-            self._documents.seek(-8, os.SEEK_END)
-            if self.num_sequences != int.from_bytes(self._documents.read(8), "little"):
+        sizes, documents = self._files["sizes"], self._files["documents"]
+        with self._writing():
+            documents.seek(-8, os.SEEK_END)
+            if self.num_sequences != int.from_bytes(documents.read(8), "little"):
                 self.end_document()
             with open(self._partial("idx"), "wb") as index:
                 index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
-                self._sizes.seek(0)
-                shutil.copyfileobj(self._sizes, index)
+                sizes.seek(0)
+                shutil.copyfileobj(sizes, index)
                 self._write_starts(index)
-                self._documents.seek(0)
-                shutil.copyfileobj(self._documents, index)
+                documents.seek(0)
+                shutil.copyfileobj(documents, index)
                 flush_to_disk(index)
-            flush_to_disk(self._tokens)
+            flush_to_disk(self._files["bin"])
             # An old index is removed first, and the new one renamed last, so that no index ever describes other tokens.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._partial("bin"), bin_path(self.prefix))
@@ -377,23 +365,21 @@ class IndexedDatasetBuilder:
 
     def suspend(self) -> None:
         """Stop writing but keep the partial files, for a builder with ``resume_from``."""
-        for file in (self._tokens, self._documents, self._sizes):
+        for file in reversed(self._files.values()):
             with contextlib.suppress(OSError):  # a full disk: checkpointed data was flushed before
                 file.close()
 
     def abort(self) -> None:
         """Stop writing and remove the partial files; an older pair under the same name stays as it is."""
-        if not self._sizes.closed:  # else the lock is released, and the files may be another builder's
-            for name in ("bin", "idx", "documents", "sizes"):
+        if not self._files["sizes"].closed:  # else the lock is released, and the files may be another builder's
+            for name in ("idx", *reversed(self._files)):
                 self._partial(name).unlink(missing_ok=True)
         self.suspend()
 
     def __enter__(self) -> IndexedDatasetBuilder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
                 self.finalize()
@@ -406,51 +392,35 @@ class IndexedDatasetBuilder:
     def _partial(self, name: str) -> Path:
         return Path(f"{self.prefix}.{name}.partial")
 
-    @contextlib.contextmanager
-    def _disk_errors_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self.prefix}.bin: {error.strerror}; check its folder and the space left there"
-            ) from error
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return writing(f"{self.prefix}.bin", "check its folder and the space left there")
 
-    def _open(self, name: str, opener: Callable[..., IO[bytes]], *, create: bool) -> IO[bytes]:
+    def _open(self, name: str, num_bytes: int) -> IO[bytes]:
+        """Open a partial file, truncated to ``num_bytes``; without a builder to resume it is new, with zeros."""
+        path, is_new = self._partial(name), not self._keep_partial
+        if name == "bin" and not is_new and not path.exists() and not idx_path(self.prefix).exists():
+            with contextlib.suppress(FileNotFoundError):  # of a process that was killed between the two renamings
+                os.replace(bin_path(self.prefix), path)
         try:
-            return opener(self._partial(name), create=create)
+            file = open_locked(path, create=is_new)
         except FileNotFoundError as error:
             raise UserError(f"no file {error.filename}, which is needed to resume; start again") from error
         except BlockingIOError as error:
             raise UserError(
                 f"another process is writing {self.prefix}.bin; wait until it has finished, or choose another output"
             ) from error
-
-    def _undo_renaming(self) -> None:
-        """Undo the renaming of ``.bin`` if the process was killed before ``.idx`` was renamed."""
-        complete = bin_path(self.prefix)
-        if not self._partial("bin").exists() and complete.exists() and not idx_path(self.prefix).exists():
-            os.replace(complete, self._partial("bin"))
-
-    def _cut_back(self, state: BuilderState) -> None:
-        """Truncate the partial files to ``state``."""
-        expected = (
-            ("bin", self._tokens, state.num_tokens * self.dtype.itemsize),
-            ("sizes", self._sizes, 4 * state.num_sequences),
-            ("documents", self._documents, 8 * (state.num_documents + 1)),
-        )
-        for name, file, num_bytes in expected:
-            present = os.fstat(file.fileno()).st_size
-            if not self._keep_partial:
-                file.truncate(0)  # of a killed run; then extended by zeros, as the document index begins
-            elif present < num_bytes:
-                raise UserError(
-                    f"{self._partial(name)} has {present} bytes, but {num_bytes} were written before the interruption;"
-                    " delete the .partial files and start again"
-                )
-            file.truncate(num_bytes)
-            file.seek(0, os.SEEK_END)
-        self.num_sequences, self.num_documents = state.num_sequences, state.num_documents
-        self.num_tokens, self.checksum = state.num_tokens, state.checksum
+        present = os.fstat(file.fileno()).st_size
+        if is_new:
+            file.truncate(0)  # of a killed run; then extended by zeros, as the document index begins
+        elif present < num_bytes:
+            file.close()
+            raise UserError(
+                f"{path} has {present} bytes, but {num_bytes} were written before the interruption; delete the .partial"
+                " files and start again"
+            )
+        file.truncate(num_bytes)
+        file.seek(0, os.SEEK_END)
+        return file
 
     def _add_sequences(self, tokens: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
@@ -463,28 +433,28 @@ class IndexedDatasetBuilder:
         if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
             raise ValueError(f"a sequence of {int(sizes.max())} tokens is too long for {self.prefix}.idx")
         self._write_tokens(tokens.astype(self.dtype, copy=False))
-        self._write(self._sizes, sizes.astype("<i4", copy=False))
+        self._write("sizes", sizes.astype("<i4", copy=False))
         self.num_sequences += sizes.size
 
     def _add_document_ends(self, ends: NDArray[np.integer]) -> None:
         """End a document after each of these numbers of sequences."""
-        self._write(self._documents, ends.astype("<i8", copy=False))
+        self._write("documents", ends.astype("<i8", copy=False))
         self.num_documents += len(ends)
 
     def _write_tokens(self, tokens: NDArray[np.integer]) -> None:
-        self._write(self._tokens, tokens)
+        self._write("bin", tokens)
         self.checksum = zlib.crc32(np.ascontiguousarray(tokens).data, self.checksum)
         self.num_tokens += tokens.size
 
-    def _write(self, file: IO[bytes], values: NDArray[np.integer]) -> None:
-        with self._disk_errors_explained():
-            file.write(np.ascontiguousarray(values).data)
+    def _write(self, name: str, values: NDArray[np.integer]) -> None:
+        with self._writing():
+            self._files[name].write(np.ascontiguousarray(values).data)
 
     def _write_starts(self, index: IO[bytes]) -> None:
         """Write the byte at which each sequence starts: the cumulative lengths, in int64."""
-        self._sizes.seek(0)
+        self._files["sizes"].seek(0)
         start = 0
-        while chunk := self._sizes.read(4 * _ROWS_PER_WRITE):
+        while chunk := self._files["sizes"].read(4 * _ROWS_PER_WRITE):
             num_bytes = np.frombuffer(chunk, dtype="<i4").astype(np.int64) * self.dtype.itemsize
             ends = start + np.cumsum(num_bytes)
             index.write((ends - num_bytes).astype("<i8").tobytes())
@@ -509,14 +479,12 @@ def read_origin(prefix: str) -> Origin | None:
     path = origin_path(prefix)
     if not path.is_file():
         return None
-    try:
-        origin = json.loads(path.read_text(encoding="utf-8"))
-        fingerprint = origin["tokenizer"]["fingerprint"]
-        if not isinstance(fingerprint, str):
-            raise TypeError("the fingerprint is no text")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged ({error}); preprocess the data again or delete this file") from error
-    return origin  # type: ignore[no-any-return]
+    advice = "preprocess the data again or delete this file"
+    origin = read_json_object(path, expected=f"what is recorded about a pair of token files; {advice}")
+    tokenizer = origin.get("tokenizer")
+    if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("fingerprint"), str):
+        raise UserError(f"{path} is damaged (it has no fingerprint of a tokenizer); {advice}")
+    return origin
 
 
 def write_origin(prefix: str, origin: Origin) -> None:
@@ -525,11 +493,7 @@ def write_origin(prefix: str, origin: Origin) -> None:
 
 
 def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
-    """The field ``content`` of an origin.
-
-    Args:
-        checksum: CRC-32 of ``.bin``, as ``IndexedDatasetBuilder.checksum`` or ``TokenScan.checksum`` has it.
-    """
+    """The field ``content`` of an origin; ``checksum`` is the CRC-32 of ``.bin``."""
     return {"tokens_crc32": f"{checksum:08x}", "layout_sha256": dataset.layout_fingerprint}
 
 
@@ -561,9 +525,8 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
 
     The result has an origin if all of them have one.
 
-    Raises:
-        UserError: if a pair is damaged, if they differ in the type of their tokens, their tokenizer or in what a
-            sequence is, if the output exists, or if it cannot be written.
+    Raises: UserError if a pair is damaged, the output exists, or they differ in the type of their tokens, their
+    tokenizer or in what a sequence is.
     """
     if not prefixes:
         raise UserError("no input is given; expected the paths of .bin/.idx pairs without extension")

@@ -63,10 +63,9 @@ class BlockOrder(Sampler[NDArray[np.int64]]):
 
 
 class _Arrays:
-    """A batch of arrays in transit from a worker process.
+    """A batch of arrays in transit from a worker process: they are copied through a pipe.
 
-    Arrays are copied through a pipe. Tensors would go through shared memory, one file descriptor each, which takes
-    several times longer for batches of up to megabytes, and fills /dev/shm.
+    Tensors would go through shared memory, which takes several times longer for batches of up to megabytes.
     """
 
     def __init__(self, by_name: Mapping[str, NDArray[Any]]) -> None:
@@ -104,15 +103,41 @@ class BatchLoader:
 
     ``len`` is the number of batches. An error in a worker process is raised once in the iterating one, with its
     traceback; so is the death of a worker process, as a UserError.
+
+    Args:
+        consumed_samples: samples that all replicas together have used; all the state that a resume needs.
+        replica: this replica's number, in [0, num_replicas).
+        num_workers: processes that prepare batches; 0 prepares them in the calling process.
+        segments: ranges of samples, first and last + 1, in the order in which they are taken; by default all in order.
+
+    Raises:
+        UserError: if not a single batch is left.
     """
 
-    def __init__(self, source: SampleSource, order: BlockOrder, *, num_workers: int) -> None:
-        self._source = source
-        self._order = order
+    def __init__(
+        self,
+        dataset: SampleSource,
+        *,
+        consumed_samples: int,
+        micro_batch_size: int,
+        replica: int,
+        num_replicas: int,
+        num_workers: int,
+        segments: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        assert 0 <= replica < num_replicas and consumed_samples >= 0 and micro_batch_size > 0
+        ranges = segments or [(0, len(dataset))]
+        self._order = BlockOrder(ranges, consumed_samples, micro_batch_size, replica, num_replicas)
+        if len(self._order) == 0:
+            raise UserError(
+                f"no samples are left: {consumed_samples} of {len(dataset)} are consumed and a step over all replicas"
+                f" takes {micro_batch_size * num_replicas}; ask for more samples or stop earlier"
+            )
+        self._source = dataset
         self._workers: list[BaseProcess] = []
         self._loader: DataLoader[_Arrays | Batch | Exception] = DataLoader(
-            _Batches(source),
-            sampler=order,
+            _Batches(dataset),
+            sampler=self._order,
             batch_size=None,  # an element of the sampler is a batch already
             num_workers=num_workers,
             prefetch_factor=_BATCHES_PER_WORKER if num_workers else None,
@@ -164,8 +189,7 @@ class BatchLoader:
     def _deaths_raised(self) -> Iterator[None]:
         """Raise the death of a worker process inside this context only.
 
-        torch's SIGCHLD handler raises it at an arbitrary point of the program. Inside a collective, or while ranks
-        exchange errors, that would leave all other ranks waiting.
+        torch's SIGCHLD handler raises it anywhere; inside a collective that would leave all other ranks waiting.
         """
         if not self._workers or not is_main_thread():
             yield
@@ -183,37 +207,6 @@ class BatchLoader:
                 raise RuntimeError(f"DataLoader worker {worker.pid} ended with status {worker.exitcode}")
 
 
-def build_loader(
-    dataset: SampleSource,
-    *,
-    consumed_samples: int,
-    micro_batch_size: int,
-    replica: int,
-    num_replicas: int,
-    num_workers: int,
-    segments: Sequence[tuple[int, int]] = (),
-) -> BatchLoader:
-    """Batches of one replica.
-
-    Args:
-        consumed_samples: samples that all replicas together have used; all the state that a resume needs.
-        replica: this replica's number, in [0, num_replicas).
-        num_workers: processes that prepare batches; 0 prepares them in the calling process.
-        segments: ranges of samples, first and last + 1, in the order in which they are taken; by default all in order.
-
-    Raises:
-        UserError: if not a single batch is left.
-    """
-    assert 0 <= replica < num_replicas and consumed_samples >= 0 and micro_batch_size > 0
-    order = BlockOrder(segments or [(0, len(dataset))], consumed_samples, micro_batch_size, replica, num_replicas)
-    if len(order) == 0:
-        raise UserError(
-            f"no samples are left: {consumed_samples} of {len(dataset)} are consumed and a step over all replicas"
-            f" takes {micro_batch_size * num_replicas}; ask for more samples or stop earlier"
-        )
-    return BatchLoader(dataset, order, num_workers=num_workers)
-
-
 def _start_worker(worker: int) -> None:
     """Set up a worker process: one thread, as replicas share a machine's cores, and the first stop signal ignored.
 
@@ -227,7 +220,7 @@ def _start_worker(worker: int) -> None:
 def _end_workers(workers: Sequence[BaseProcess]) -> None:
     """Kill the workers of a loader that is still in use when the process exits, after an error for instance.
 
-    multiprocessing's exit handler, which runs after this, sends one SIGTERM, which workers ignore, and waits forever.
+    multiprocessing's exit handler, which runs after this, sends SIGTERM, which workers ignore, and waits forever.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler reports each killed worker as an error
     for worker in workers:

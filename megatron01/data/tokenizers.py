@@ -30,18 +30,13 @@ from megatron01.utils.files import read_json_object, shipped
 
 @dataclass(frozen=True)
 class MaskingTokens:
-    """Special tokens and word boundaries for BERT samples.
+    """Special tokens and word boundaries for BERT samples."""
 
-    Attributes:
-        cls, sep, mask, pad: ids of the special tokens.
-        is_continuation: bool[vocab_size], true for the entries that continue a word instead of beginning one.
-    """
-
-    cls: int
+    cls: int  # ids
     sep: int
     mask: int
     pad: int
-    is_continuation: NDArray[np.bool_]
+    is_continuation: NDArray[np.bool_]  # (vocab_size,), true for the entries that continue a word
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -74,11 +69,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of many texts; releases the GIL, and uses threads unless TOKENIZERS_PARALLELISM=false.
-
-        Raises:
-            UnicodeEncodeError: if a text holds an unpaired surrogate.
-        """
+        """As ``encode``, of many texts; releases the GIL, and uses threads unless TOKENIZERS_PARALLELISM=false."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -106,9 +97,6 @@ class FastTokenizer(Tokenizer):
     """A pipeline of the ``tokenizers`` library; its own template of special tokens is never applied.
 
     Encoding raises UserError for text outside of the vocabulary if there is no unknown token.
-
-    Args:
-        attributes: those of ``Tokenizer`` but ``vocab_size``.
     """
 
     def __init__(self, backend: Backend, **attributes: Any) -> None:
@@ -179,11 +167,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def read_text(path: str) -> str:
-    """The content of a file of UTF-8 text, without a byte-order mark.
-
-    Raises:
-        UserError: if it cannot be read or is no such text.
-    """
+    """The content of a file of UTF-8 text, without a byte-order mark. Raises UserError if it is not readable text."""
     try:
         return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -203,11 +187,7 @@ _LONGEST_WORD = 100  # characters of a word above which BERT's WordPiece gives [
 def build_wordpiece(vocab_file: str, *, lower_case: bool) -> FastTokenizer:
     """BERT's WordPiece; ids equal those of ``BertTokenizerFast`` without added special tokens.
 
-    Args:
-        vocab_file: one entry a line, ids in that order.
-
-    Raises:
-        UserError: if the file is missing or is not the vocabulary of a BERT model.
+    Raises: UserError if ``vocab_file`` is not the vocabulary of a BERT model, one entry a line.
     """
     lines = read_text(vocab_file).removesuffix("\n").split("\n")
     entries = [line.removesuffix("\r") for line in lines]
@@ -254,11 +234,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
     """GPT-2's byte-level BPE; ids equal those of ``GPT2TokenizerFast``.
 
-    Args:
-        merge_file: two entries a line, the first merge first.
-
-    Raises:
-        UserError: if a file is missing or is not that of a GPT-2 model.
+    Raises: UserError if a file is missing or is not that of a GPT-2 model.
     """
     vocabulary = read_json_object(Path(vocab_file), expected="the vocab.json of a GPT-2 model")
     is_map = all(isinstance(token_id, int) for token_id in vocabulary.values())
@@ -326,8 +302,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
     Truncation, padding, template of special tokens and random merges (dropout) are disabled: encoding is complete and
     deterministic.
 
-    Raises:
-        UserError: if the file is missing or is not one of the ``tokenizers`` library.
+    Raises: UserError if the file is missing or is not one of the ``tokenizers`` library.
     """
     path = Path(tokenizer_model)
     if path.is_dir():
@@ -348,6 +323,8 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
     if not vocabulary:
         raise UserError(f"{path} has an empty vocabulary")
     names = _special_names(path, vocabulary)
+    model = definition["model"]
+    unknown = model.get("unk_id") if model.get("type") == "Unigram" else vocabulary.get(model.get("unk_token") or "")
     for_masking = [names[f"{role}_token"] for role in ("cls", "sep", "mask", "pad")]
     special = {token.content for token in backend.get_added_tokens_decoder().values()}
     rules = json.dumps(definition, sort_keys=True)
@@ -355,7 +332,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         backend,
         name=str(path),
         fingerprint=fingerprint("HuggingFaceTokenizer", [rules, json.dumps(names, sort_keys=True)]),
-        unknown=_find_unknown(definition["model"], vocabulary),
+        unknown=unknown if isinstance(unknown, int) else None,
         eod=vocabulary.get(names["eos_token"]),
         masking=masking_tokens(vocabulary, for_masking, special, _word_rule(definition)),
     )
@@ -391,13 +368,6 @@ def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
             if isinstance(content, str) and content:
                 names[role] = content
     return names
-
-
-def _find_unknown(model: Mapping[str, Any], vocabulary: Mapping[str, int]) -> int | None:
-    if model.get("type") == "Unigram":
-        unknown = model.get("unk_id")
-        return unknown if isinstance(unknown, int) else None
-    return vocabulary.get(model.get("unk_token") or "")
 
 
 def _word_rule(definition: Mapping[str, Any]) -> WordRule | None:

@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from megatron01.data.tokenizers import (
     wordpiece_backend,
 )
 from megatron01.errors import UserError, import_optional
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import write_atomically, writing
 
 _MEGABYTES_PER_LINE = 200  # (million characters) of text between two lines of progress
 
@@ -81,11 +81,9 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         if path.exists():
             raise UserError(f"{path} exists, and text may have been encoded with it; choose another output_prefix")
     folder = Path(config.output_prefix).parent
-    try:
+    with writing(folder, "check output_prefix"):  # text is read for long before the files are written
         folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()  # text is read for long before anything is written
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; check output_prefix") from error
+        tempfile.TemporaryFile(dir=folder).close()
     texts = _Texts(config)
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
         if "-" in config.input:
@@ -98,17 +96,10 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         contents = [_byte_level(texts.read(), size).to_str(pretty=True).encode()]
     else:
         contents = [train_sentencepiece(texts.read(), size, config.sentencepiece_type)]
-    try:
+    with writing(config.output_prefix, "check output_prefix"):
         for path, content in zip(files.values(), contents, strict=True):
             write_atomically(path, content)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; check output_prefix") from error
-    _report(config, files, texts)
-    return list(files.values())
-
-
-def _report(config: TrainTokenizerConfig, files: Mapping[str, Path], texts: _Texts) -> None:
-    """Print a summary; the vocabulary is loaded as a run would load it."""
+    # loaded as a run would load it
     settings: dict[str, Any] = {name: str(path) for name, path in files.items()}
     settings |= {name: getattr(config, name) for name in ("input", "output_prefix", "tokenizer_type")}
     tokenizer = build_tokenizer(PreprocessConfig(**settings))
@@ -118,7 +109,8 @@ def _report(config: TrainTokenizerConfig, files: Mapping[str, Path], texts: _Tex
     for reason, count in texts.left_out.most_common():
         _log(f"left out {count} documents ({reason})")
     flags = [f"--{name.replace('_', '-')} {path}" for name, path in files.items()]
-    _log(" ".join(["use it with: --tokenizer-type", config.tokenizer_type, *flags]))
+    _log(" ".join(["use it with: --tokenizer-type", kind, *flags]))
+    return list(files.values())
 
 
 def _log(line: str) -> None:
@@ -126,17 +118,12 @@ def _log(line: str) -> None:
 
 
 class _Texts:
-    """The texts of the input; can be read several times.
-
-    Attributes:
-        num_documents, num_characters: counts of the last reading.
-        left_out: number of unusable documents by reason, in the last reading.
-    """
+    """The texts of the input, which can be read several times, and counts of the last reading."""
 
     def __init__(self, config: TrainTokenizerConfig) -> None:
         self._config = config
         self.num_documents = self.num_characters = 0
-        self.left_out: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # number of unusable documents by reason
 
     def read(self) -> Iterator[str]:
         """The texts. Raises UserError if there is none, or an input cannot be read."""
@@ -181,9 +168,6 @@ def train_wordpiece(
     Args:
         read: returns all texts; called twice.
         alphabet_size: maximum number of distinct characters; rarer ones become [UNK].
-
-    Raises:
-        UserError: if ``vocab_size`` is below the number of special tokens and characters.
     """
     backend = wordpiece_backend(
         {token: index for index, token in enumerate(BERT_SPECIAL_TOKENS)}, lower_case=lower_case
@@ -218,11 +202,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> list[bytes]:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: Literal["unigram", "bpe"]) -> bytes:
-    """Train SentencePiece; returns a .model with <pad>, <unk>, <s>, </s>, [CLS], [SEP], [MASK], for GPT-2 and BERT.
-
-    Raises:
-        UserError: if the library is not installed, or there is too little text for the size.
-    """
+    """Train SentencePiece; returns a .model with <pad>, <unk>, <s>, </s>, [CLS], [SEP], [MASK], for GPT-2 and BERT."""
     sentencepiece = import_optional("sentencepiece", "SentencePieceTokenizer")
     model = io.BytesIO()
     errors: list[UserError] = []  # some versions of the library swallow what an iterator raises

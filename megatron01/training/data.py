@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron01.checkpoint.manifest import damage_named, existing_folder, read_metadata
 from megatron01.config import PretrainConfig
-from megatron01.data import BatchLoader, build_loader
+from megatron01.data import BatchLoader
 from megatron01.data.datasets import SPLITS, SampleCounts, Splits
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 from megatron01.training.step import Batch, on_device
@@ -194,7 +194,7 @@ class RunData:
     def _loader(
         self, dataset: Any, consumed_samples: int, *, num_workers: int, segments: Sequence[tuple[int, int]] = ()
     ) -> BatchLoader:
-        return build_loader(
+        return BatchLoader(
             dataset,
             consumed_samples=consumed_samples,
             micro_batch_size=self._config.training.micro_batch_size,

@@ -135,12 +135,13 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 
 @contextlib.contextmanager
-def writing(place: str | os.PathLike[str]) -> Iterator[None]:
+def writing(place: str | os.PathLike[str], advice: str = "") -> Iterator[None]:
     """Context manager that turns an OSError into a UserError: ``place``, a file or folder, cannot be written."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{place} cannot be written: {error.strerror or error}") from error
+        reason = "; ".join(filter(None, (error.strerror or str(error), advice)))
+        raise UserError(f"{place} cannot be written: {reason}") from error
 
 
 def read_json_object(path: Path, *, expected: str) -> dict[str, Any]:

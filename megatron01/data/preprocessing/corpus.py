@@ -25,56 +25,38 @@ CHUNK_BYTES = 1 << 19  # of text handed to a worker at a time; also bounds what 
 
 @dataclass(frozen=True)
 class Position:
-    """A position between two documents of the input.
+    """A position between two documents of the input."""
 
-    Attributes:
-        source: number of the source, from 0.
-        offset: bytes of (decompressed) text, or rows of a table, that lie before it in this source.
-        checksum: CRC-32 of that, 0 where the source has none.
-        consumed: bytes on disk of the source that were read up to it.
-    """
-
-    source: int = 0
-    offset: int = 0
-    checksum: int = 0
-    consumed: int = 0
+    source: int = 0  # number, from 0
+    offset: int = 0  # bytes of (decompressed) text, or rows of a table, that lie before it in this source
+    checksum: int = 0  # CRC-32 of that, 0 where the source has none
+    consumed: int = 0  # bytes on disk of the source that were read up to it
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive whole documents of one source, not decoded yet.
+    """Consecutive whole documents of one source, not decoded yet."""
 
-    Attributes:
-        format: what ``data`` holds: lines with a JSON object each, plain text with a blank line after each document,
-            or an Arrow stream with a column of text for each key.
-        too_long: lines of the one document that was skipped here because it is too long; ``data`` is empty.
-    """
-
-    format: Literal["jsonl", "text", "table"]
+    format: Literal["jsonl", "text", "table"]  # a JSON object a line; a blank line after each document; an Arrow stream
     data: bytes
     end: Position
-    too_long: int = 0
+    too_long: int = 0  # without data: lines of the one document that was skipped here because it is too long
 
 
 class Source(ABC):
     """A file, pipe or data set with documents in a fixed order.
 
     Args:
+        name: for messages and records.
         files: those that it consists of, if they are seekable and can be read more than once.
 
-    Attributes:
-        name: for messages and records.
-        size: bytes on disk, for the progress bar; None if unknown.
-        stamp: sizes and modification times of its files, to detect changes; None if only its content can tell.
-
-    Raises:
-        UserError: if a file is missing.
+    Raises: UserError if it cannot be read, or lacks a column or split.
     """
 
     def __init__(self, name: str, files: Sequence[str] = ()) -> None:
         self.name = name
-        self.size: int | None = None
-        self.stamp: str | None = None
+        self.size: int | None = None  # bytes on disk, for the progress bar, if known
+        self.stamp: str | None = None  # sizes and modification times, if they can tell that the content has changed
         if files:
             found = [file_status(file) for file in files]
             self.size = sum(status.st_size for status in found)
@@ -84,9 +66,7 @@ class Source(ABC):
     def chunks(self, start: Position) -> Iterator[Chunk]:
         """The documents after ``start``, a position in this source.
 
-        Raises:
-            UserError: if the source cannot be read or is damaged; without a stamp, also if it has changed before
-                ``start``.
+        Raises: UserError if the source is damaged; without a stamp, also if it has changed before ``start``.
         """
 
     def check_unchanged_before(self, end: Position) -> None:
@@ -141,16 +121,11 @@ _MAGIC: dict[Compression, re.Pattern[bytes]] = {
 
 
 class ByteStream:
-    """The bytes of a file or pipe, with ``peek``.
-
-    Attributes:
-        name: for messages.
-        position: bytes returned by ``read`` so far.
-    """
+    """The bytes of a file or pipe, called ``name`` in messages."""
 
     def __init__(self, name: str, file: IO[bytes]) -> None:
         self.name = name
-        self.position = 0
+        self.position = 0  # bytes returned by ``read`` so far
         self._file = file
         self._ahead = b""
 
@@ -195,11 +170,7 @@ def open_stream(path: str) -> Iterator[ByteStream]:
 
 
 def detect_compression(stream: ByteStream) -> Compression | None:
-    """How a stream is compressed, by its first bytes; None if it is not.
-
-    Raises:
-        UserError: if the stream's name says otherwise.
-    """
+    """How a stream is compressed, by its first bytes, or None. Raises UserError if its name says otherwise."""
     head = stream.peek(16)
     found = next((kind for kind, magic in _MAGIC.items() if magic.match(head)), None)
     expected = next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if stream.name.endswith(suffix)), None)
@@ -214,16 +185,15 @@ def detect_compression(stream: ByteStream) -> Compression | None:
 def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iterator[bytes]:
     """The decompressed content of a stream in blocks of about ``BLOCK_BYTES``; compressed streams may be concatenated.
 
-    Raises:
-        UserError: if it is damaged or ends too early.
+    Raises: UserError if it is damaged or ends too early.
     """
     if compression is None:
         yield from iter(stream.read, b"")
         return
-    errors: tuple[type[Exception], ...] = (zlib.error, lzma.LZMAError, OSError)
+    errors: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, OSError)
     if compression == "zstd":
         zstd = import_optional("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", stream.name)
-        errors = (zstd.ZstdError,)
+        errors = (EOFError, zstd.ZstdError)
     packed = stream.read()
     while packed:
         decompressor: Any  # has eof, unused_data and decompress(data, max_length)
@@ -236,23 +206,18 @@ def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iter
         else:
             decompressor = zstd.ZstdDecompressor()
         while not decompressor.eof:
-            needs_input = not packed and getattr(decompressor, "needs_input", True)
-            if needs_input and not (packed := stream.read()):
-                raise _damaged(stream, "it ends in the middle")
             try:
+                if not packed and getattr(decompressor, "needs_input", True) and not (packed := stream.read()):
+                    raise EOFError("it ends in the middle")
                 block = decompressor.decompress(packed, BLOCK_BYTES)
             except errors as error:
-                raise _damaged(stream, str(error)) from error
+                raise UserError(f"{stream.name} is damaged or cut short ({error}); copy it again") from error
             packed = getattr(decompressor, "unconsumed_tail", b"")  # zlib's returns it, the others keep it
             if block:
                 yield block
         packed = decompressor.unused_data.lstrip(b"\0")  # zeros are padding of xz files and tapes
         while not packed and (following := stream.read()):
             packed = following.lstrip(b"\0")
-
-
-def _damaged(stream: ByteStream, reason: str) -> UserError:
-    return UserError(f"{stream.name} is damaged or cut short ({reason}); copy it again")
 
 
 TextFormat = Literal["jsonl", "text"]
@@ -270,14 +235,10 @@ _LONGEST_END = 1 << 16  # bytes; longer ones, blank lines with much whitespace, 
 
 
 class TextSource(Source):
-    """A file, a named pipe, or standard input (``-``), of JSON lines or plain text.
+    """A file, a named pipe, or standard input (``-``): JSON lines, or text with a blank line after each document.
 
     Args:
-        text_format: one JSON object a line, or text with a blank line after each document.
         longest: bytes of a document above which it is skipped; bounds memory.
-
-    Raises:
-        UserError: if there is no such file.
     """
 
     def __init__(self, path: str, text_format: TextFormat, *, longest: int) -> None:
@@ -325,8 +286,7 @@ def is_pipe(path: str) -> bool:
 def split_documents(data: bytes, text_format: TextFormat) -> tuple[list[tuple[int, bytes]], int]:
     """Split a chunk: its documents, each with the line on which it begins (from 0), and the number of lines.
 
-    Blank lines are no documents. Byte-order marks are removed at the beginning of any line, as files that have one may
-    have been concatenated.
+    Blank lines are no documents. Byte-order marks are removed from every line, as files may have been concatenated.
     """
     lines = [line.removeprefix(b"\xef\xbb\xbf") for line in data.splitlines()]
     if text_format == "jsonl":
@@ -342,15 +302,10 @@ def split_documents(data: bytes, text_format: TextFormat) -> tuple[list[tuple[in
 
 
 class _Cutter:
-    """Splits a stream of blocks between documents, into pieces of about ``CHUNK_BYTES`` or one long document each.
-
-    Attributes:
-        offset, checksum: bytes before the end of the last piece, and their CRC-32.
-    """
+    """Splits a stream of blocks between documents, into pieces of about ``CHUNK_BYTES`` or one long document each."""
 
     def __init__(self, blocks: Iterator[bytes], text_format: TextFormat, longest: int, start: Position) -> None:
-        self.offset = start.offset
-        self.checksum = start.checksum
+        self.offset, self.checksum = start.offset, start.checksum  # of the text up to the end of the last piece
         self._blocks = blocks
         self._end, self._open_end = _ENDS[text_format]
         self._longest = longest

@@ -15,12 +15,7 @@ Texts = tuple[str, ...]  # one for each key
 
 @dataclass
 class DecodedChunk:
-    """The documents of a chunk.
-
-    Attributes:
-        documents: line (or row) in the chunk, from 0, and the texts of each usable document.
-        rejected: line and reason of each unusable document.
-    """
+    """The texts of the usable documents of a chunk, and the reasons to leave out others; lines are counted from 0."""
 
     documents: list[tuple[int, Texts]] = field(default_factory=list)
     rejected: list[tuple[int, str]] = field(default_factory=list)

@@ -122,32 +122,20 @@ def _parts(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class EncodedDocuments:
-    """Whole documents, ready to be written.
+    """Whole documents, ready to be written."""
 
-    Attributes:
-        tokens: token ids, flat, one sequence after the other.
-        sizes: int32[sequences], tokens in each sequence.
-        sentences: int32[documents], sequences in each document.
-        num_unknown: number of unknown tokens, such as [UNK].
-    """
-
-    tokens: NDArray[np.integer]
-    sizes: NDArray[np.int32]
-    sentences: NDArray[np.int32]
-    num_unknown: int
+    tokens: NDArray[np.integer]  # ids, flat, one sequence after the other
+    sizes: NDArray[np.int32]  # (sequences,), tokens in each
+    sentences: NDArray[np.int32]  # (documents,), sequences in each
+    num_unknown: int  # number of unknown tokens, such as [UNK]
 
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """The documents of a chunk for each JSON key, and those left out.
-
-    Attributes:
-        columns: the same documents, once for each key.
-        rejected: line (from 0 within the chunk) and reason of each document left out, in the order of the input.
-    """
+    """The documents of a chunk, once for each JSON key, and those left out."""
 
     columns: list[EncodedDocuments]
-    rejected: list[tuple[int, str]]
+    rejected: list[tuple[int, str]]  # line (from 0 within the chunk) and reason, in the order of the input
     num_lines: int
     num_bytes: int
 
@@ -222,13 +210,9 @@ class Encoder:
 def encode_in_order(
     settings: PreprocessConfig, tokenizer: Tokenizer, chunks: Iterator[Chunk], workers: int
 ) -> Generator[tuple[Position, EncodedChunk], None, None]:
-    """(end, encoded chunk) in the order of the input, whatever the number of processes.
+    """(end, encoded chunk) in the order of the input, whatever the number of processes; one is this process.
 
-    Args:
-        workers: number of processes; 1 encodes in this one.
-
-    Raises:
-        UserError: if a process dies.
+    Raises: UserError if a process dies.
     """
     with _single_threaded_tokenizer():
         if workers == 1:

@@ -10,9 +10,8 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,11 +40,7 @@ _MOST_ROWS = 16384
 
 
 class ParquetSource(Source):
-    """A Parquet file, read one row group at a time.
-
-    Raises:
-        UserError: if it is not a Parquet file or lacks a column.
-    """
+    """A Parquet file, read one row group at a time."""
 
     def __init__(self, path: str, keys: Sequence[str]) -> None:
         super().__init__(path, [path])
@@ -76,27 +71,22 @@ class ParquetSource(Source):
 
 
 class DatasetSource(Source):
-    """A data set loaded by Hugging Face's ``datasets``: saved in a folder, or streamed from the Hub, for instance.
+    """A data set loaded by Hugging Face's ``datasets``: saved in a folder, or streamed from the Hub, for instance."""
 
-    Args:
-        load: returns the loaded data set.
-        split: which to take, of several.
-        files: those of the folder.
-
-    Raises:
-        UserError: if it cannot be loaded, or lacks the split or a column.
-    """
-
-    def __init__(
-        self, name: str, load: Callable[[], Any], split: str | None, keys: Sequence[str], files: Sequence[str] = ()
-    ) -> None:
-        super().__init__(name, files)
+    def __init__(self, name: str, config: TextConfig) -> None:
+        datasets = import_optional("datasets", name)
+        is_saved = _is_saved_dataset(name)
+        super().__init__(name, sorted(map(str, files_below(Path(name)))) if is_saved else ())
         with _errors_explained(name):
-            rows = _chosen_split(name, load(), split)
+            if is_saved:
+                loaded = datasets.load_from_disk(name)
+            else:
+                loaded = datasets.load_dataset(name, config.dataset_config, streaming=True)
+            rows = _chosen_split(name, loaded, config.dataset_split)
             if rows.features is None:
                 rows = rows._resolve_features()
-            _check_columns(name, rows.features.arrow_schema, keys)
-            self._rows = rows.select_columns(list(keys)).with_format("arrow")
+            _check_columns(name, rows.features.arrow_schema, config.json_keys)
+            self._rows = rows.select_columns(list(config.json_keys)).with_format("arrow")
 
     def chunks(self, start: Position) -> Iterator[Chunk]:
         rows, row, checksum, consumed = self._rows, 0, 0, 0
@@ -118,10 +108,7 @@ class DatasetSource(Source):
 
 
 def rows(data: bytes, keys: Sequence[str]) -> list[tuple[bytes | None, ...]]:
-    """The rows of a chunk: for each row the bytes of each key's text, None where it is null.
-
-    They should be UTF-8, but neither Parquet nor Arrow guarantees it.
-    """
+    """For each row of a chunk the bytes of each key's text, None where it is null; not always UTF-8."""
     import pyarrow
 
     table = pyarrow.ipc.open_stream(data).read_all()
@@ -175,8 +162,7 @@ def _rows_per_chunk(group: Any, keys: Sequence[str]) -> int:
     """Number of rows of a row group that hold about ``CHUNK_BYTES`` of text."""
     columns = [group.column(index) for index in range(group.num_columns)]
     num_bytes = sum(column.total_uncompressed_size for column in columns if column.path_in_schema in keys)
-    result: int = max(1, min(CHUNK_BYTES * group.num_rows // max(num_bytes, 1), _MOST_ROWS))
-    return result
+    return int(max(1, min(CHUNK_BYTES * group.num_rows // max(num_bytes, 1), _MOST_ROWS)))
 
 
 def _serialize(data: pyarrow.Table | pyarrow.RecordBatch) -> bytes:
@@ -185,8 +171,7 @@ def _serialize(data: pyarrow.Table | pyarrow.RecordBatch) -> bytes:
     sink = pyarrow.BufferOutputStream()
     with pyarrow.ipc.new_stream(sink, data.schema) as writer:
         writer.write(data)
-    result: bytes = sink.getvalue().to_pybytes()
-    return result
+    return bytes(sink.getvalue().to_pybytes())
 
 
 FileFormat = Literal["jsonl", "text", "parquet"]
@@ -209,7 +194,7 @@ def resolve_inputs(config: TextConfig) -> list[Source]:
         UserError: if an input is missing, given twice, or of an unknown or unsuitable format.
     """
     if config.input_format == "huggingface":
-        return [_dataset(config, name) for name in config.input]
+        return [DatasetSource(name, config) for name in config.input]
     for name in ("dataset_config", "dataset_split"):
         if getattr(config, name) and not any(map(_is_saved_dataset, config.input)):
             raise UserError(f"{name} is set, but no input is a data set; give --input-format huggingface as well")
@@ -258,17 +243,9 @@ def _is_saved_dataset(path: str) -> bool:
     return any((Path(path) / name).is_file() for name in _SAVED_DATASET)
 
 
-def _dataset(config: TextConfig, name: str) -> Source:
-    datasets = import_optional("datasets", name)
-    load, files = partial(datasets.load_dataset, name, config.dataset_config, streaming=True), []
-    if _is_saved_dataset(name):
-        load, files = partial(datasets.load_from_disk, name), sorted(map(str, files_below(Path(name))))
-    return DatasetSource(name, load, config.dataset_split, config.json_keys, files)
-
-
 def _source(config: TextConfig, path: str) -> Source:
     if _is_saved_dataset(path):
-        return _dataset(config, path)
+        return DatasetSource(path, config)
     found = config.input_format if config.input_format in ("jsonl", "text", "parquet") else _detect_format(path)
     if found == "parquet":
         if is_pipe(path):

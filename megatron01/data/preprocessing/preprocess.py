@@ -40,7 +40,7 @@ from megatron01.data.preprocessing.encoding import EncodedChunk, encode_in_order
 from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
-from megatron01.utils.files import open_locked, write_atomically
+from megatron01.utils.files import open_locked, write_atomically, writing
 from megatron01.utils.formatting import format_duration
 
 _PLACES_PER_REASON = 3
@@ -48,29 +48,18 @@ _PLACES_PER_REASON = 3
 
 @dataclass
 class PreprocessSummary:
-    """What preprocessing read, wrote and left out.
+    """What preprocessing read, wrote and left out."""
 
-    Attributes:
-        outputs: prefix of each pair written, the data_path of a training run.
-        level: what a sequence is, ``sentence`` or ``document``.
-        sequences, tokens, unknown: counts per prefix; ``unknown`` counts unknown tokens such as [UNK].
-        rejected: number of documents left out, by reason.
-        places: where the first few of them are, by reason, as ``source:line`` (the line on which it begins, or its row,
-            from 1).
-        num_bytes: text read, decompressed.
-        seconds: time taken, over all runs if some were interrupted.
-    """
-
-    outputs: list[str] = field(default_factory=list)
-    level: str = "document"
+    outputs: list[str] = field(default_factory=list)  # prefix of each pair written, the data_path of a training run
+    level: str = "document"  # what a sequence is, or "sentence"
     documents: int = 0
-    sequences: Counter[str] = field(default_factory=Counter)
+    sequences: Counter[str] = field(default_factory=Counter)  # per prefix, as tokens and unknown tokens such as [UNK]
     tokens: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
-    rejected: Counter[str] = field(default_factory=Counter)
-    places: dict[str, list[str]] = field(default_factory=dict)
-    num_bytes: int = 0
-    seconds: float = 0.0
+    rejected: Counter[str] = field(default_factory=Counter)  # number of documents left out, by reason
+    places: dict[str, list[str]] = field(default_factory=dict)  # source:line (or row, from 1) of the first few of them
+    num_bytes: int = 0  # of text, decompressed
+    seconds: float = 0.0  # over all runs if some were interrupted
 
     def report(self) -> str:
         """The summary as text."""
@@ -110,22 +99,14 @@ _DECISIVE = (
 
 @dataclass
 class RunRecord:
-    """Checkpoint of a preprocessing run: all output that it counts as written is flushed to disk.
+    """Checkpoint of a preprocessing run: all output that it counts as written is flushed to disk."""
 
-    Attributes:
-        settings: those that determine the output; a resumed run must have the same.
-        position: position in the input up to which everything is processed.
-        line: lines, or rows, before ``position`` in its source.
-        inputs: name and stamp of the sources up to the one at ``position``.
-        builders: for each output how much of it is on disk; empty before the first checkpoint.
-    """
-
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # those that determine the output; a resumed run must have the same
     summary: PreprocessSummary
-    position: Position = field(default_factory=Position)
-    line: int = 0
-    inputs: list[tuple[str, str | None]] = field(default_factory=list)
-    builders: dict[str, BuilderState] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)  # in the input, up to which everything is processed
+    line: int = 0  # lines, or rows, before ``position`` in its source
+    inputs: list[tuple[str, str | None]] = field(default_factory=list)  # name and stamp of the sources up to that one
+    builders: dict[str, BuilderState] = field(default_factory=dict)  # by prefix; empty before the first checkpoint
 
     @property
     def has_read_all(self) -> bool:
@@ -154,12 +135,9 @@ class RunRecord:
 
 
 def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequence[Source], path: Path) -> None:
-    """Check that a record fits this run.
+    """Raises: UserError if a record is of other settings or another input than this run.
 
     Sources after the record's position may change, be added or removed, until all input is read.
-
-    Raises:
-        UserError: if the record belongs to other settings or another input.
     """
     advice = "repeat the original command to resume, or give --no-resume to begin again"
     for name, value in settings.items():
@@ -210,19 +188,16 @@ class Progress:
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = (summary.num_bytes - self._bytes_before) / 1e6 / seconds
         tokens = sum(summary.tokens.values())
+        text = f"{summary.documents} documents, {tokens} tokens, {rate:.1f} MB/s"
         if not self._bar.disable:
-            self._bar.set_postfix_str(
-                f"{summary.documents} documents, {tokens / 1e6:.1f}M tokens, {rate:.1f} MB/s", refresh=False
-            )
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(done - self._bar.n)
         elif summary.documents >= self._next_log:
             self._next_log = (summary.documents // self._log_interval + 1) * self._log_interval
-            left = ""
             if self._total and done > self._done_before:
                 remaining = (self._total - done) * seconds / (done - self._done_before)
-                left = f", {done / self._total:.0%} done, {format_duration(remaining)} left"
-            line = f"{summary.documents} documents, {tokens} tokens, {rate:.1f} MB/s{left}"
-            print(line, file=self._stream, flush=True)
+                text += f", {done / self._total:.0%} done, {format_duration(remaining)} left"
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Close the progress bar."""
@@ -250,15 +225,14 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
     sources = resolve_inputs(config)
     stem = f"{config.output_prefix}_{config.level}"
     lock = Path(f"{stem}.lock")
-    try:
+    with writing(stem, "check output_prefix"):
         lock.parent.mkdir(parents=True, exist_ok=True)
-        lock_file = open_locked(lock)
-    except BlockingIOError as error:
-        raise UserError(
-            f"another process is writing {stem}; wait until it has finished, or choose another output_prefix"
-        ) from error
-    except OSError as error:
-        raise UserError(f"cannot write {stem}: {error.strerror}; check output_prefix") from error
+        try:
+            lock_file = open_locked(lock)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process is writing {stem}; wait until it has finished, or choose another output_prefix"
+            ) from error
     with lock_file:
         try:
             run = _Run(config, tokenizer, sources, Path(f"{stem}.progress.json"))
@@ -278,8 +252,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
 class _Run:
     """One run, new or resumed; everything up to ``record.position`` is written.
 
-    Raises:
-        UserError: if the record of an interrupted run does not fit this one.
+    Raises: UserError if the record of an interrupted run does not fit this one.
     """
 
     def __init__(
@@ -420,12 +393,8 @@ class _Run:
         record = self._record
         record.builders |= {prefix: builder.checkpoint() for prefix, builder in self._builders.items()}
         record.inputs = [(source.name, source.stamp) for source in self._sources[: record.position.source + 1]]
-        try:
+        with writing(self._record_path, "check the space left there"):
             write_atomically(self._record_path, json.dumps(vars(record), default=vars, indent=1))
-        except OSError as error:
-            raise UserError(
-                f"cannot write {self._record_path}: {error.strerror}; check the space left there"
-            ) from error
         self._last_save = time.monotonic()
 
     def _origin(self, prefix: str) -> Origin:

@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
-from megatron01.data import BertDataset, SampleCounts, Tokenizer, build_bert_datasets, build_loader
+from megatron01.data import BatchLoader, BertDataset, SampleCounts, Tokenizer, build_bert_datasets
 from megatron01.errors import UserError
 
 SEQ_LENGTH = 48
@@ -172,6 +172,6 @@ def test_what_a_model_is_given(config: BertDataConfig, bert_tokenizer: Tokenizer
     assert len(full["text"]) > 0
     assert dataset.collate(full).keys() == full.keys() - {"padding_mask"} | {"masked_positions"}
     loaded = next(
-        iter(build_loader(dataset, consumed_samples=0, micro_batch_size=8, replica=0, num_replicas=1, num_workers=0))
+        iter(BatchLoader(dataset, consumed_samples=0, micro_batch_size=8, replica=0, num_replicas=1, num_workers=0))
     )
     assert np.array_equal(loaded["token_positions"].numpy(), batch["token_positions"])

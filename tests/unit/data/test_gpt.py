@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import GPTDataConfig
-from megatron01.data import GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets, build_loader
+from megatron01.data import BatchLoader, GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets
 from megatron01.data.gpt import build_gpt_index
 from megatron01.data.indexed import write_origin
 from megatron01.errors import UserError
@@ -161,7 +161,7 @@ def test_an_epoch_reads_every_token_once_over_all_replicas(
     consumed, seen = 0, []
     for number, batch, steps in zip(replicas, batches, (stop, 99), strict=True):
         loaders = [
-            build_loader(
+            BatchLoader(
                 dataset,
                 consumed_samples=consumed,
                 micro_batch_size=batch,

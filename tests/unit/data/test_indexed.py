@@ -110,13 +110,13 @@ def patch(offset: int, value: bytes) -> Callable[[bytes], bytes]:
         (".idx", patch(17, b"\x63"), "unknown type"),
         (".idx", patch(18, struct.pack("<Q", 2**62)), "its header describes"),
         (".idx", patch(26, struct.pack("<Q", 0)), "empty document index"),
-        (".idx", lambda content: content[:20], "fewer than its header"),
+        (".idx", lambda content: content[:20], "is cut short: its first 20 bytes"),
         (".idx", lambda content: content[:-3], "its header describes"),
         (".idx", lambda content: content + b"\x00" * 5, "multimodal"),
         (".idx", lambda content: b"", "not a Megatron index"),
-        (".idx", patch(34, struct.pack("<i", -2)), "negative length"),
-        (".idx", patch(34, struct.pack("<i", 9)), "sequence 1 starts at byte 4"),
-        (".idx", patch(54 + 8, struct.pack("<q", 2)), "sequence 1 starts at byte 2, expected 4"),
+        (".idx", patch(34, struct.pack("<i", -2)), "sequence 0 has -2 tokens"),
+        (".idx", patch(34, struct.pack("<i", 9)), "sequence 1 has 3 tokens and starts at byte 4"),
+        (".idx", patch(54 + 8, struct.pack("<q", 2)), "starts at byte 2, expected 0 or more and byte 4"),
         (".idx", patch(94, struct.pack("<q", 1)), "document index runs from 1"),
         (".idx", patch(94 + 8, struct.pack("<q", 4)), "document index"),
         (".idx", patch(94 + 8 * 4, struct.pack("<q", 4)), "expected to rise from 0 to 5"),
@@ -150,5 +150,5 @@ def test_wrong_path(write_pair: Callable[..., str]) -> None:
         IndexedDataset(prefix + ".bin")
     with pytest.raises(UserError, match="check the path"):
         IndexedDataset(prefix + "-other")
-    with pytest.raises(UserError, match="data_path is empty"):
+    with pytest.raises(UserError, match=r"no file \.bin; expected the path of a"):
         IndexedDataset("")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron01.data import build_loader
+from megatron01.data import BatchLoader
 from megatron01.data.loader import BlockOrder
 from megatron01.errors import UserError
 from tests.tiers import slow_after
@@ -68,7 +68,7 @@ def test_stops_and_other_numbers_of_replicas_lose_and_repeat_nothing(data: st.Da
 @given(batch=sizes, replicas=sizes, steps=st.integers(0, 3))
 def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) -> None:
     def values(consumed: int) -> list[list[int]]:
-        loader = build_loader(
+        loader = BatchLoader(
             Squares(),
             consumed_samples=consumed,
             micro_batch_size=batch,
@@ -83,7 +83,7 @@ def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) ->
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_in_order_and_can_be_iterated_again(num_workers: int) -> None:
-    loader = build_loader(
+    loader = BatchLoader(
         Squares(21), consumed_samples=3, micro_batch_size=2, replica=1, num_replicas=2, num_workers=num_workers
     )
     state = torch.random.get_rng_state()
@@ -98,7 +98,7 @@ def test_batches_are_in_order_and_can_be_iterated_again(num_workers: int) -> Non
 @pytest.mark.parametrize("consumed", [62, 64, 100])
 def test_nothing_left(consumed: int) -> None:
     with pytest.raises(UserError, match=f"no samples are left: {consumed} of 64 are consumed"):
-        build_loader(Squares(), consumed_samples=consumed, micro_batch_size=2, replica=0, num_replicas=2, num_workers=0)
+        BatchLoader(Squares(), consumed_samples=consumed, micro_batch_size=2, replica=0, num_replicas=2, num_workers=0)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -110,7 +110,7 @@ def test_nothing_left(consumed: int) -> None:
     ],
 )
 def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exception], message: str) -> None:
-    loader = build_loader(
+    loader = BatchLoader(
         Squares(fail_at=9, error=error),
         consumed_samples=0,
         micro_batch_size=4,
@@ -126,7 +126,7 @@ def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exce
 
 
 def test_killed_worker() -> None:
-    loader = build_loader(
+    loader = BatchLoader(
         Squares(fail_at=9), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
     )
     with pytest.raises(UserError, match="a process that prepares batches ended unexpectedly"):
@@ -134,7 +134,7 @@ def test_killed_worker() -> None:
 
 
 def test_a_killed_worker_is_noticed_where_a_batch_is_asked_for_and_nowhere_else() -> None:
-    loader = build_loader(
+    loader = BatchLoader(
         Squares(6400), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
     )
     before = set(multiprocessing.active_children())
@@ -149,10 +149,10 @@ def test_a_killed_worker_is_noticed_where_a_batch_is_asked_for_and_nowhere_else(
 
 PROGRAM = """
 import os, signal, sys, time
-from megatron01.data import build_loader
+from megatron01.data import BatchLoader
 from tests.unit.data.test_loader import Squares
 
-loader = build_loader(Squares(6400), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=2)
+loader = BatchLoader(Squares(6400), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=2)
 batches = iter(loader)
 next(batches)
 if sys.argv[1] == "signal":

@@ -207,7 +207,7 @@ def test_unusable_input(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
     with pytest.raises(UserError, match=r"append_eod is set, but .*vocab\.txt has no end-of-document token"):
         preprocess(replace(bert_config(tmp_path, good), append_eod=True))
-    with pytest.raises(UserError, match="cannot write"):
+    with pytest.raises(UserError, match="cannot be written"):
         preprocess(replace(gpt_config(tmp_path, good), output_prefix=str(good / "x" / "y")))
 
 

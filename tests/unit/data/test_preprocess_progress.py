@@ -59,5 +59,5 @@ def test_a_bar_on_a_terminal(clock: list[float], total: int | None) -> None:
     progress.update(summary(200_000, 4), 500)
     progress.close()
     shown = stream.getvalue().split("\r")[-1]
-    assert ", 200000 documents, 2.2M tokens, 2.0 MB/s" in shown
+    assert ", 200000 documents, 2200000 tokens, 2.0 MB/s" in shown
     assert ("50%" in shown and "left, 200000" in shown) == (total is not None)

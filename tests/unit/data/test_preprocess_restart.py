@@ -318,7 +318,7 @@ def test_full_disk(config: PreprocessConfig, expected: dict[str, bytes], tmp_pat
     try:
         for most in (0, 20, 60, 100, 150):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
-            with pytest.raises(UserError, match=r"cannot write .*: File too large; check .* space left there"):
+            with pytest.raises(UserError, match=r"cannot be written: File too large; check .* space left there"):
                 preprocess(config)
             record = tmp_path / "out" / "gpt_document.progress.json"
             reached += record.exists()

@@ -151,8 +151,8 @@ def test_a_vocabulary_is_never_replaced(corpus: Path) -> None:
         ("GPT2BPETokenizer", {"sample": 0.01}, "sample 0.01 takes none of the 20 documents"),
         ("GPT2BPETokenizer", {"input": ("nowhere.jsonl",)}, "nowhere.jsonl"),
         ("GPT2BPETokenizer", {"output_prefix": "x/"}, "output_prefix is 'x/'"),
-        ("GPT2BPETokenizer", {"output_prefix": "/dev/null/x"}, "cannot write"),
-        ("GPT2BPETokenizer", {"output_prefix": "/dev/null/x", "input": ("nowhere.jsonl",)}, "cannot write"),
+        ("GPT2BPETokenizer", {"output_prefix": "/dev/null/x"}, "cannot be written"),
+        ("GPT2BPETokenizer", {"output_prefix": "/dev/null/x", "input": ("nowhere.jsonl",)}, "cannot be written"),
     ],
 )
 def test_mistakes(corpus: Path, kind: str, change: dict[str, Any], reason: str) -> None:
