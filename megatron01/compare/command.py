@@ -28,9 +28,10 @@ from megatron01.monitor.wandb_writer import (
     STEP,
     TOKENS,
     WandbRun,
-    WandbWriter,
     end_service,
     import_wandb,
+    open_run,
+    to_wandb,
 )
 from megatron01.utils.files import write_atomically, writing
 from megatron01.utils.formatting import columns, format_duration, markdown, one_line
@@ -242,22 +243,26 @@ def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) 
     runs = [run for part in parts for run in part.section.runs]
     project = config.wandb_project or _project_of(runs)
     wandb = import_wandb(project, config.wandb_mode)
-    ids = {run.name: _id_of(run, config, project) for run in runs}
+    folders, ids = [config.output], {}
     try:
+        for run in runs:
+            folder, ids[run.name] = _on_wandb(run, config, project)
+            folders.append(folder)
         _log_comparison(wandb, config, project, parts, files)
         if config.wandb_mode == "online":
             report = build_report(config, project, parts, ids)
             report.save()
             print(f"report: {report.url}")
+    except UserError:
+        raise
     except Exception as error:
-        raise UserError(
-            f"wandb does not take the comparison ({one_line(str(error))[:300]}); run 'wandb login', or leave"
-            " out --wandb-mode online"
-        ) from error
+        advice = "; run 'wandb login', or leave out --wandb-mode online" if config.wandb_mode == "online" else ""
+        raise UserError(f"wandb does not take the comparison ({one_line(str(error))[:300]}){advice}") from error
+    finally:
+        end_service()
     if config.wandb_mode == "offline":
-        places = [config.output, *(_place(run, config) for run in runs)]
-        folders = " ".join(shlex.quote(str(place / "wandb")) + "/offline-run-*" for place in places)
-        print(f"written: offline runs; upload them with: wandb sync {folders}")
+        written = " ".join(shlex.quote(str(folder / "wandb")) + "/offline-run-*" for folder in folders)
+        print(f"written: offline runs; upload them with: wandb sync {written}")
         print("the report needs the runs to be there: after that, give --wandb-mode online as well")
 
 
@@ -269,45 +274,50 @@ def _project_of(runs: Sequence[Run]) -> str:
     raise UserError("none of the runs was logged to wandb, so that no project is known; give --wandb-project")
 
 
-def _place(run: Run, config: CompareConfig) -> Path:
-    """The folder with a run's wandb id, and in offline mode its wandb files."""
-    assert run.folder is not None
-    return run.folder if WandbRun.read(run.folder) is not None else config.output / IMPORTED / run.name
+def _on_wandb(run: Run, config: CompareConfig, project: str) -> tuple[Path, str]:
+    """Folder of a run's wandb files, and its wandb id.
 
-
-def _id_of(run: Run, config: CompareConfig, project: str) -> str:
-    """The wandb id of a run; a run that was not logged there is logged from its metrics.jsonl, once."""
+    A run that was not logged to wandb is logged from its metrics.jsonl, once. Raises an error of wandb.
+    """
     assert run.folder is not None
-    place = _place(run, config)
-    known = WandbRun.read(place)
-    if known is not None:
-        if place != run.folder:
-            again = f"to do it again, remove {place}"
-            print(f"note: {run.name} was logged from its metrics before; {again}", file=sys.stderr)
-        return known.id
-    place.mkdir(parents=True, exist_ok=True)
+    logged = WandbRun.read(run.folder)
+    if logged is not None:
+        return run.folder, logged.id
+    folder = config.output / IMPORTED / run.name
+    imported = WandbRun.read(folder)
+    if imported is not None:
+        again = f"to do it again, remove {folder}"
+        print(f"note: {run.name} was logged from its metrics before; {again}", file=sys.stderr)
+        return folder, imported.id
+    folder.mkdir(parents=True, exist_ok=True)
     settings: dict[str, dict[str, str]] = {}
     for key, value in run.settings.items():
         section, _, name = key.partition(".")
         settings.setdefault(section, {})[name] = value
-    writer = WandbWriter(
-        place,
+    new = WandbRun()
+    wandb_run = open_run(
+        folder,
+        config.wandb_mode,
         project=project,
+        entity=config.wandb_entity,
         name=run.name,
-        mode=config.wandb_mode,
+        id=new.id,
         config={**settings, **run.environment},
-        seq_length=run.seq_length,
     )
     lines, _ = read_metrics(run.folder / "metrics.jsonl")
+    totals = {
+        "consumed_samples": run.columns["consumed_samples"],
+        "comm_bytes_total": run.bytes_sent,
+        "comm_rounds_total": run.rounds,
+        "training_seconds": run.recorded_seconds,
+    }
     for number, line in enumerate(lines[: run.iterations.size]):
-        totals = {
-            "comm_bytes_total": float(run.bytes_sent[number]),
-            "comm_rounds_total": float(run.rounds[number]),
-            "training_seconds": float(run.recorded_seconds[number]),
-        }
-        writer.write_line({"consumed_samples": 0, **totals, **line})
-    writer.close()
-    return writer.run.id
+        known = line | {key: float(column[number]) for key, column in totals.items()}
+        values = to_wandb(known, seq_length=run.seq_length) | {"progress/attempt": 1}
+        wandb_run.log(values, step=line["iteration"])
+    wandb_run.finish()
+    new.write(folder)
+    return folder, new.id
 
 
 def _log_comparison(
@@ -332,7 +342,6 @@ def _log_comparison(
         logged[f"comparison/{path.stem}"] = wandb.Image(str(path))
     run.log(logged)
     run.finish()
-    end_service()
 
 
 def build_report(config: CompareConfig, project: str, parts: Sequence[Part], ids: Mapping[str, str]) -> Any:

@@ -314,7 +314,7 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     counts = (line.get("iteration"), line.get("consumed_samples", 0))
-    if not all(isinstance(count, int) and 0 <= count < 1 << 53 for count in counts):
+    if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):  # a bool is none
         return None
     return line
 

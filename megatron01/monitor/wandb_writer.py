@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,21 +67,21 @@ def to_wandb(line: Mapping[str, Any], *, seq_length: int) -> dict[str, float]:
     """A line of metrics for wandb: all its numbers by name, losses once for each x axis.
 
     Args:
-        line: keys and values as in metrics.jsonl; None values are left out.
+        line: keys and values as in metrics.jsonl; what is not a number is left out.
         seq_length: tokens of a sample.
     """
     values: dict[str, float] = {}
     for key, value in line.items():
         name = name_of(key)
         if key == "sync_kind":
-            values[name] = SYNC_KIND_LEVELS.get(value, 0)
-        elif isinstance(value, list):
-            values |= {f"{name}_{number}": entry for number, entry in enumerate(value)}
-        elif isinstance(value, (int, float)):
-            values[name] = value
+            value = SYNC_KIND_LEVELS.get(str(value))
+        found = {name: value}
+        if isinstance(value, list):
+            found = {f"{name}_{number}": entry for number, entry in enumerate(value)}
+        values |= {name: entry for name, entry in found.items() if isinstance(entry, (int, float))}
     values[TOKENS] = line["consumed_samples"] * seq_length
-    if "training_seconds" in line:
-        values[HOURS] = line["training_seconds"] / 3600
+    if (seconds := values.get(name_of("training_seconds"))) is not None:
+        values[HOURS] = seconds / 3600
     losses = {name.removeprefix("loss/"): value for name, value in values.items() if name.startswith("loss/")}
     for section, axis in AXES.items():
         if axis in values:
@@ -97,7 +97,7 @@ SECONDS_TO_CLOSE = 300  # so that a job does not hold its nodes for a lost netwo
 class WandbRun:
     """The wandb run that a run folder belongs to."""
 
-    id: str
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
     attempt: int = 1  # starts and roll-backs so far
     repeated: int = 0  # steps that were done again; iteration plus these is monotonic, as wandb requires
 
@@ -118,6 +118,25 @@ class WandbRun:
     def after_going_back(self, last: int, iteration: int) -> WandbRun:
         """The state of the next attempt, which resumes at ``iteration`` although ``last`` was reached."""
         return WandbRun(self.id, self.attempt + 1, self.repeated + max(0, last - iteration))
+
+
+def open_run(folder: Path, mode: Literal["offline", "online"], **options: Any) -> Any:
+    """Start or continue a wandb run, with files in ``folder``, and set the x axis of each section.
+
+    Args:
+        options: of ``wandb.init``; ``id`` is that of the run.
+    """
+    import wandb
+
+    settings = wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=False)
+    common: dict[str, Any] = {"job_type": "pretrain", "resume": "allow", "allow_val_change": True, "settings": settings}
+    run = wandb.init(dir=str(folder), mode=mode, **common, **options)
+    for axis in AXES.values():
+        run.define_metric(axis)
+    for section in SECTIONS:
+        run.define_metric(f"{section}/*", step_metric=AXES.get(section, STEP))
+    run.define_metric("loss/held_out", step_metric=STEP, summary="min,last")
+    return run
 
 
 class WandbWriter:
@@ -153,48 +172,28 @@ class WandbWriter:
     ) -> None:
         self._folder, self._seq_length, self._checkpoints = folder, seq_length, checkpoints
         known = WandbRun.read(folder) if resumed_iteration or is_restart else None
-        self.run = WandbRun(secrets.token_hex(4))
-        if known is not None:
-            self.run = known.after_going_back(last_iteration, resumed_iteration)
+        self.run = WandbRun() if known is None else known.after_going_back(last_iteration, resumed_iteration)
         self._last = resumed_iteration
         self._logged_checkpoint = _newest(checkpoints)  # an earlier attempt has logged it
-        wandb = import_wandb(project, mode)
-        options = {
-            "project": project,
-            "name": name,
-            "id": self.run.id,
-            "resume": "allow",
-            "job_type": "pretrain",
-            "dir": str(folder),
-            "config": {**config, "attempt": self.run.attempt, "resumed_iteration": resumed_iteration},
-            "allow_val_change": True,
-            "settings": wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=False),
-        }
+        import_wandb(project, mode)
+        config = {**config, "attempt": self.run.attempt, "resumed_iteration": resumed_iteration}
         self._run: Any = None
+
+        def start(mode: Literal["offline", "online"]) -> None:
+            self._run = open_run(folder, mode, project=project, name=name, id=self.run.id, config=config)
+
         with suppress(OSError):
             self.run.write(folder)
         if mode == "online":
-            self._try("cannot start the run; it is written offline", lambda: self._open(wandb, options, mode))
+            self._try("cannot start the run; it is written offline", lambda: start("online"))
         if self._run is None:
-            self._try("cannot start the run", lambda: self._open(wandb, options, "offline"))
-
-    def _open(self, wandb: Any, options: Mapping[str, Any], mode: str) -> None:
-        self._run = wandb.init(**options, mode=mode)
-        for axis in dict.fromkeys(AXES.values()):
-            self._run.define_metric(axis)
-        for section in SECTIONS:
-            self._run.define_metric(f"{section}/*", step_metric=AXES.get(section, STEP))
-        self._run.define_metric("loss/held_out", step_metric=STEP, summary="min,last")
+            self._try("cannot start the run", lambda: start("offline"))
 
     def write(self, metrics: Metrics) -> None:
-        self.write_line(metrics.to_dict())
-
-    def write_line(self, line: Mapping[str, Any]) -> None:
-        """Log a line of metrics, as it stands in metrics.jsonl."""
         if self._run is None:
             return
-        self._last = line["iteration"]
-        values = to_wandb(line, seq_length=self._seq_length) | {"progress/attempt": self.run.attempt}
+        self._last = metrics.iteration
+        values = to_wandb(metrics.to_dict(), seq_length=self._seq_length) | {"progress/attempt": self.run.attempt}
         self._try("does not log", lambda: self._run.log(values, step=self._last + self.run.repeated))
         self._log_checkpoint()
 

@@ -203,6 +203,6 @@ def test_no_line_breaks_the_reader(content: list[bytes]) -> None:
 
 
 def test_what_is_no_line_of_metrics() -> None:
-    for text in (b"", b"1", b"{}", b'{"iteration": -1}', b'{"iteration": 1.5}', b'{"iteration": true, "x": 1', b"\xff"):
+    for text in (b"", b"1", b"{}", b'{"iteration": -1}', b'{"iteration": 1.5}', b'{"iteration": true}', b"\xff"):
         assert parse_line(text) is None
     assert parse_line(b'{"iteration": 1' + b" " * (1 << 20) + b"}") is None

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron01 import cli
+from megatron01.compare import command
 from megatron01.compare.command import CompareConfig, build_report, compare_runs
 from megatron01.compare.runs import read_run
 from megatron01.monitor.wandb_writer import STATE_NAME
@@ -42,6 +44,69 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["progress/iteration"] for row in rows] == list(range(5, 101, 5))
     assert rows[-1]["loss_by_bytes/train"] == rows[-1]["loss/train"] and rows[-1]["progress/hours"] == 50 / 3600
     assert not (there / "wandb").exists() and not (new / "wandb").exists()
+
+
+def offline_runs(out: Path) -> list[Path]:
+    return [*out.glob("wandb/offline-run-*"), *out.glob("imported_runs/*/wandb/offline-run-*")]
+
+
+def test_all_runs_go_to_the_given_entity(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", lines())
+    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*arguments, "--wandb-entity", "team"])
+    assert caught.value.code is None
+    found = [
+        [record.run.entity for record in records(folder) if record.HasField("run")]
+        for folder in offline_runs(tmp_path / "out")
+    ]
+    assert found == [["team"], ["team"]]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"training_seconds": "ten"},
+        {"training_seconds": None},
+        {"training_seconds": 10**400},
+        {"sync_kind": ["full"]},
+        {"comm_bytes_total": {}, "compression_errors": [None, {}, 0.5]},
+    ],
+)
+def test_damaged_values_are_left_out(tmp_path: Path, damaged: dict[str, object]) -> None:
+    content = lines()
+    content[3] |= damaged
+    run = write_run(tmp_path / "run", content)
+    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code is None
+    (imported,) = (tmp_path / "out").glob("imported_runs/run/wandb/offline-run-*")
+    rows = history(records(imported))
+    assert [row["progress/iteration"] for row in rows] == list(range(5, 101, 5))
+    assert all(isinstance(value, (int, float)) for value in rows[3].values())
+
+
+def test_a_run_that_wandb_did_not_take_is_logged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError("the disk\nis full")
+
+    out, run = tmp_path / "out", write_run(tmp_path / "run", lines())
+    arguments = ["compare", str(run), "--output", str(out), "--no-png", "--wandb", "--wandb-project", "p"]
+    with monkeypatch.context() as patched, pytest.raises(SystemExit) as caught:
+        patched.setattr(command, "open_run", full)
+        cli.main(arguments)
+    printed = capsys.readouterr()
+    assert caught.value.code == 2
+    assert printed.err.splitlines()[-1].endswith("wandb does not take the comparison (the disk is full)")
+    assert not (out / "imported_runs" / "run" / STATE_NAME).exists()
+    for again in (False, True):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code is None
+        assert ("run was logged from its metrics before" in capsys.readouterr().err) is again
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised by wandb itself

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig, GPTPretrainConfig, LoggingConfig
+from megatron01.monitor import wandb_writer
 from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.wandb_writer import AXES, STATE_NAME, WandbRun, WandbWriter, name_of, to_wandb
 from megatron01.monitor.writers import open_recorder
@@ -105,14 +107,15 @@ def test_a_job_that_begins_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: str | None, is_same: bool
 ) -> None:
     """Without a checkpoint to resume from, only the launcher's count tells a restart from a new run."""
-    opened = []
-    monkeypatch.setattr(WandbWriter, "_open", lambda self, *arguments: opened.append(self.run))
+    monkeypatch.setattr(wandb_writer, "open_run", lambda *arguments, **options: None)
     with open_recorder(config(tmp_path), SINGLE) as recorder:
         recorder.step_done(7)
+    first = WandbRun.read(tmp_path)
     if count is not None:
         monkeypatch.setenv("SLURM_RESTART_COUNT", count)
     open_recorder(config(tmp_path), SINGLE).close()
-    first, second = opened
+    second = WandbRun.read(tmp_path)
+    assert first is not None and second is not None
     assert (first.id == second.id) is is_same and (second.repeated == 7) is is_same
 
 
@@ -146,7 +149,7 @@ def test_a_failure_is_said_once_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = Broken()
-    monkeypatch.setattr(WandbWriter, "_open", lambda self, *arguments: setattr(self, "_run", broken))
+    monkeypatch.setattr(wandb_writer, "open_run", lambda *arguments, **options: broken)
     failing = writer(tmp_path)
     for iteration in (1, 2):
         failing.write(metrics(iteration, loss=1.0))
@@ -163,13 +166,13 @@ def test_a_server_that_is_not_reached_means_offline(
 ) -> None:
     modes = list[str]()
 
-    def open_run(self: WandbWriter, wandb: Any, options: Any, mode: str) -> None:
+    def open_run(folder: Path, mode: str, **options: Any) -> Broken:
         modes.append(mode)
         if mode == "online":
             raise wandb.errors.CommError("no route to host")
-        self._run = Broken()
+        return Broken()
 
-    monkeypatch.setattr(WandbWriter, "_open", open_run)
+    monkeypatch.setattr(wandb_writer, "open_run", open_run)
     writer(tmp_path, mode="online")
     said = capsys.readouterr().err.splitlines()
     assert modes == ["online", "offline"] and "it is written offline (no route to host)" in said[0] and len(said) == 1
@@ -178,10 +181,10 @@ def test_a_server_that_is_not_reached_means_offline(
 def test_a_run_that_cannot_be_opened_at_all_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def open_run(self: WandbWriter, *arguments: Any) -> None:
+    def open_run(*arguments: Any, **options: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(WandbWriter, "_open", open_run)
+    monkeypatch.setattr(wandb_writer, "open_run", open_run)
     failing = writer(tmp_path)
     failing.write(metrics(1))
     failing.close()
