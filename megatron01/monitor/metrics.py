@@ -108,8 +108,10 @@ class Meter:
     @property
     def run(self) -> Totals:
         """Totals of all steps since the first of the run."""
-        self._count_last_kind()
-        return self._run
+        kinds = dict(self._run.steps_by_kind)
+        if self._last is not None:
+            kinds[self._last.kind] = kinds.get(self._last.kind, 0) + 1
+        return dataclasses.replace(self._run, steps_by_kind=kinds)
 
     @run.setter
     def run(self, totals: Totals) -> None:
@@ -117,9 +119,8 @@ class Meter:
 
     def _start_line(self) -> None:
         self._line = Totals()
-        self._uncounted: StepReport | None = None
         self._loss_sums: dict[str, Any] = {}
-        self._last: StepReport | None = None
+        self._last: StepReport | None = None  # of the line; its kind is not yet counted in ``_run``
         self._compression: CompressionReport | None = None
         self._steps_timed = 0
         self._started = self.clock()
@@ -131,13 +132,11 @@ class Meter:
             loss: that was minimized, a number or a detached scalar tensor.
             losses: its components by name, likewise, if it has several.
         """
-        self._count_last_kind()
-        self._uncounted = report
+        self._run, self._last = self.run, report
         for totals in (self._run, self._line):
             totals.add(report, steps=1)
         for name, value in {"loss": loss, **(losses or {})}.items():
             self._loss_sums[name] = self._loss_sums[name] + value if name in self._loss_sums else value
-        self._last = report
         self._compression = report.compression or self._compression
         self._steps_timed += 1
 
@@ -146,12 +145,6 @@ class Meter:
         for totals in (self._run, self._line):
             totals.add(report, steps=0)
         self._compression = report.compression or self._compression
-
-    def _count_last_kind(self) -> None:
-        report, self._uncounted = self._uncounted, None
-        if report is not None:
-            for kinds in (self._run.steps_by_kind, self._line.steps_by_kind):
-                kinds[report.kind] = kinds.get(report.kind, 0) + 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -173,7 +166,6 @@ class Meter:
         Args:
             mean_over_replicas: applied to each mean loss of this replica; every replica must then make the line.
         """
-        self._count_last_kind()
         line, last, compression, timed = self._line, self._last, self._compression, self._steps_timed
         means = {name: mean_over_replicas(float(total) / line.steps) for name, total in self._loss_sums.items()}
         seconds = self.clock() - self._started
@@ -205,6 +197,7 @@ class Meter:
             eval_loss=eval_loss,
             losses=means,
         )
+        self._run = self.run
         self._start_line()
         return metrics
 
