@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from statistics import median
 from typing import Any, get_args
@@ -69,13 +70,10 @@ def codec_phases(
     row_bytes = codec.format.row_bytes(row_blocks)
     rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8, device=value.device)
     packed = Packed(rows, row_blocks, 0, codec.format, layout.real_elements())
-    own_row, server_error = torch.zeros_like(rows[0]), value.new_zeros(row_blocks * BLOCK_SIZE)
+    reduced, server_error = replace(packed, rows=torch.zeros_like(rows)), value.new_zeros(row_blocks * BLOCK_SIZE)
     return {
         "compress": (value.numel(), lambda: codec.compress(0, layout.num_blocks, value, error, packed, 1)),
-        "reduce": (
-            server_error.numel(),
-            lambda: codec.reduce(0, row_blocks, rows, server_error, packed.active, own_row, 1),
-        ),
+        "reduce": (server_error.numel(), lambda: codec.reduce(packed, server_error, reduced, 0, 1)),
         "decode": (value.numel(), lambda: codec.decode(0, layout.num_blocks, packed, out)),
     }
 

@@ -87,7 +87,7 @@ def counted(optimizer: Any) -> Iterator[Counts]:
     places = [(optimizer._kernels, _KERNELS, "kernels")]
     places += [(place, names, "kernels") for place, names in _row_kernels(exchange, optimizer)]
     transports = [one for one in (topology.world, topology.local, topology.across) if one is not None]
-    places += [(one, ("_start_all_to_all", "_start_all_gather"), "collectives") for one in transports]
+    places += [(one, ("_start",), "collectives") for one in transports]
 
     def read_late(norm: DeferredNorm) -> float:
         before = dataclasses.replace(counts, late_reads=counts.late_reads + 1)

@@ -40,13 +40,13 @@ class Counting:
         self.rank, self.size = transport.rank, transport.size
         self.messages = self.largest_message = self.largest_buffer = 0
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, **settings: bool) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         self._note(sent.nbytes // self.size, sent.nbytes)
-        return self._transport.all_to_all(received, sent, **settings)
+        return self._transport.all_to_all(received, sent)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor, **settings: bool) -> Work:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         self._note(sent.nbytes, received.nbytes)
-        return self._transport.all_gather(received, sent, **settings)
+        return self._transport.all_gather(received, sent)
 
     def _note(self, message: int, buffer: int) -> None:
         self.messages += self.size - 1

@@ -161,21 +161,13 @@ class SimulatedTransport(Transport):
         super().__init__(group.ranks.index(rank), len(group.ranks))
         self._group, self._world_rank = group, rank
 
-    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             for i, (to, _) in enumerate(buffers):
                 rows = to.view(self.size, -1)
                 for j, (_, source) in enumerate(buffers):
-                    rows[j].copy_(source.view(self.size, -1)[i])
-
-        return self._enter(received, sent, move)
-
-    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-            for to, _ in buffers:
-                rows = to.view(self.size, -1)
-                for j, (_, source) in enumerate(buffers):
-                    rows[j].copy_(source.reshape(-1))
+                    parts = source.view(-1, rows.size(1))
+                    rows[j].copy_(parts[i % len(parts)])  # an all-gather's only part goes to all
 
         return self._enter(received, sent, move)
 
@@ -204,19 +196,14 @@ class LoopTransport(Transport):
         super().__init__(0, size, checks=True)
         self.collectives = 0
 
-    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        return self._loop(received, sent.view(self.size, -1)[0])
-
-    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        return self._loop(received, sent.view(-1))
+    def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        self.collectives += 1
+        rows = received.view(self.size, -1)
+        rows.copy_(sent.view(-1, rows.size(1))[0].expand_as(rows))
+        return Done()
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """No-op: its own tensor counts as replica 0's."""
-
-    def _loop(self, received: torch.Tensor, row: torch.Tensor) -> Work:
-        self.collectives += 1
-        received.view(self.size, -1).copy_(row.expand(self.size, -1))
-        return Done()
 
 
 def loop_topology(nodes: int, processes_per_node: int) -> Topology:

@@ -133,7 +133,8 @@ def compile_codec(compiler: Compiler) -> None:
         rows = torch.zeros(NUM_ROWS, codec.format.row_bytes(2), dtype=torch.uint8)
         packed = Packed(rows, 2, 0, codec.format, active)
         codec.compress(0, 8, value, value, packed, 2**64 - 1)
-        codec.reduce(0, 2, rows, value[: 2 * BLOCK_SIZE], active, rows[0], 2**64 - 1)
+        codec.compress(0, 8, value, value, packed, 2**64 - 1, header=Header(Status.OK))
+        codec.reduce(packed, value[: 2 * BLOCK_SIZE], packed, 0, 2**64 - 1)
         codec.decode(0, 8, packed, value.float())
 
 

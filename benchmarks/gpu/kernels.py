@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -207,9 +208,9 @@ def _codec_against_specification(quantizer: Quantizer, elements: int) -> dict[st
     reduced = []
     for one in (codec, specified):
         server_error = error[: row_blocks * BLOCK_SIZE].clone()
-        row = torch.zeros_like(wanted_rows[0])
-        one.reduce(0, row_blocks, wanted_rows, server_error, active, row, key)
-        reduced.append((server_error, row))
+        out = replace(packed, rows=torch.zeros_like(wanted_rows))
+        one.reduce(packed, server_error, out, 0, key)
+        reduced.append((server_error, out.rows[0]))
     differing["reduce"] = sum(_differing(*pair) for pair in zip(*reduced, strict=True))
     differing["whole rows"] = _whole_rows(codec, specified, value[:_RANGE])
     return {"codec": type(codec).__name__, "differing": differing, "agrees": not any(differing.values())}

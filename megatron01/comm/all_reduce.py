@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from megatron01.comm.exchange import Exchange
 from megatron01.comm.kernels import build_row_kernels
@@ -30,16 +31,16 @@ from megatron01.comm.payload import (
     STATUS_WORD,
     Agree,
     BlockLayout,
+    BlockNorms,
     Header,
     OwnedBlocks,
     Status,
     dense_row_bytes,
     headers_of,
     row_range,
-    square_of_blocks,
 )
 from megatron01.comm.topology import Topology
-from megatron01.comm.transport import Transport, Work, read_checked
+from megatron01.comm.transport import Transport, Work, read_checked, read_headers
 
 Blocks = Callable[[int, int], list[torch.Tensor]]
 """(first, last) -> views of the blocks [first, last) of a buffer, in consecutive pieces: [elements] each, of fp32, bf16
@@ -91,8 +92,12 @@ class DenseAllReduce:
         self._kernels = build_row_kernels(device, backend=backend)
         # common header of each bucket, in bucket order, as overlap changes the order of arrival
         self._headers = [torch.zeros(HEADER_BYTES // 4, dtype=torch.float32, device=device) for _ in self.buckets]
-        self._counted = counted
         self.square_sum = 0.0
+        if self._local is not None and self._topology.replica == "node":
+            whole = torch.ones(layout.num_blocks, dtype=torch.bool, device=device) if counted is None else counted
+            # of each bucket those that this process averages, with padding as it lies in rows
+            padded = (F.pad(whole[first:last], (0, (first - last) % self._num_rows)) for first, last in self.buckets)
+            self._norms = BlockNorms([blocks.view(self._local.size, -1)[self._local.rank] for blocks in padded])
         self._in_flight: list[_InFlight] = []
 
     def all_reduce(
@@ -156,11 +161,9 @@ class DenseAllReduce:
         while self._in_flight:
             for flying in list(self._in_flight):
                 self._advance(flying)
-        headers = torch.stack(self._headers).double()
-        found = torch.cat([headers[:, : INVERSE_SCALE_WORD + 1].amax(0), headers[:, SQUARE_SUM_WORD].sum(0, True)])
         transports = [self._across] if self._local is None else [self._across, self._local]
-        status, common, self.square_sum = read_checked(found, *transports)
-        return Status(int(status)), common
+        status, common, self.square_sum = read_headers([torch.stack(self._headers)], *transports)
+        return status, common
 
     def _advance(self, flying: _InFlight) -> None:
         """Wait for a bucket's pending collective, and start its next one."""
@@ -180,7 +183,8 @@ class DenseAllReduce:
         blocks = -(-(end - start) // self._num_rows)  # of the piece that one process owns
         sent, received = (self._rows(buffer, self._across.size, blocks) for buffer in (buffers.sent, buffers.received))
         by_node = self._topology.replica == "node"
-        header = Header(status, self._inverse_scale, square_sum)
+        header = Header(status, self._inverse_scale, 0.0 if by_node else square_sum)
+        squares: torch.Tensor | float = 0.0  # of a node's means
         if self._local is None:
             self._read(sent, start, end, header)
         else:
@@ -188,24 +192,23 @@ class DenseAllReduce:
             inside_sent = self._rows(buffers.inside_sent, self._local.size, part)
             inside_received = self._rows(buffers.inside_received, self._local.size, part)
             self._read(inside_sent, start, end, header)
-            yield self._local.all_to_all(inside_received, inside_sent, sealed=True)
+            yield self._local.all_to_all(inside_received, inside_sent)
             common = self._mean(inside_received, sent, self._local)
             if by_node:
-                first = min(start + self._local.rank * part, end)
-                last = min(first + part, end)
                 elements = self._elements(sent, blocks).unflatten(-1, (-1, self._block_size))
-                squares = square_of_blocks(elements, (first, last), self._counted, common[INVERSE_SCALE_WORD])
-                header = Header(common[STATUS_WORD], common[INVERSE_SCALE_WORD], squares)
-                self._kernels.finish_rows(sent, header)
-        yield self._across.all_to_all(received, sent, sealed=True)
+                squares = self._norms.add(bucket, elements, common[INVERSE_SCALE_WORD])
+                if isinstance(squares, torch.Tensor):  # the last bucket's header has the sum over all
+                    header = Header(common[STATUS_WORD], common[INVERSE_SCALE_WORD], squares)
+                    self._kernels.finish_rows(sent, header)
+        yield self._across.all_to_all(received, sent)
         # all rows have been sent, so the first one's memory is free for the result
         common = self._headers[bucket] = self._mean(received, sent[:1], self._across)
-        yield self._across.all_gather(received, sent[0], sealed=True)
+        yield self._across.all_gather(received, sent[0])
         if self._local is not None:
             everything = self._rows(buffers.inside_received, self._num_rows, blocks)
-            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1), sealed=True)
+            yield self._local.all_gather(everything.view(self._local.size, -1), received.view(-1))
             received = everything
-            if by_node:  # each process of a node has the sum of its part of the bucket
+            if isinstance(squares, torch.Tensor):  # each process of a node has the sum of its parts of the buckets
                 of_parts = headers_of(everything)[:, SQUARE_SUM_WORD].view(self._local.size, -1)[:, 0]
                 common[SQUARE_SUM_WORD] = of_parts.sum()
         self._topology.sealing.check(received, self._write(received, start, end))
@@ -401,13 +404,13 @@ class ScatteredMean(DenseAllReduce):
         first, last = row_range(start, end, rank, size)
         if self._gathers:
             self._read(sent[:1], first, last, Header(status))
-            yield self._across.all_gather(received, sent[0], sealed=True)
+            yield self._across.all_gather(received, sent[0])
             self._across.check(received)
             read_checked(headers_of(received)[:0], self._across)  # raises before damaged weights are written
             self._write(received, start, end)
             return
         self._read(sent, start, end, Header(status, self._inverse_scale))
-        yield self._across.all_to_all(received, sent, sealed=True)
+        yield self._across.all_to_all(received, sent)
         # all rows have been sent, so the first one's memory is free for the result
         self._headers[bucket] = self._mean(received, sent[:1], self._across)
         if last > first:

@@ -35,21 +35,9 @@ class MPITransport(Transport):
         self._progress = _Progress()
         self._pinned: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # free buffers by their size in bytes
 
-    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        return self._start(self._communicator.Ialltoall, received, sent)
-
-    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        return self._start(self._communicator.Iallgather, received, sent)
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        if self.size == 1:
-            return
-        buffer = tensor if self._is_direct(tensor) else tensor.cpu()
-        self._communicator.Bcast(self._message(buffer), root=0)
-        if buffer is not tensor:
-            tensor.copy_(buffer)
-
-    def _start(self, collective: Callable[..., MPI.Request], received: torch.Tensor, sent: torch.Tensor) -> Work:
+    def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        gathers = sent.nbytes < received.nbytes
+        collective = self._communicator.Iallgather if gathers else self._communicator.Ialltoall
         if self._is_direct(sent):
             return _Request(collective(self._message(sent), self._message(received)), self._progress)
         host_sent, host_received = self._take(sent.nbytes), self._take(received.nbytes)
@@ -61,6 +49,14 @@ class MPITransport(Transport):
             self._pinned[host_received.nbytes].append(host_received)
 
         return _Request(collective(self._message(host_sent), self._message(host_received)), self._progress, arrive)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        if self.size == 1:
+            return
+        buffer = tensor if self._is_direct(tensor) else tensor.cpu()
+        self._communicator.Bcast(self._message(buffer), root=0)
+        if buffer is not tensor:
+            tensor.copy_(buffer)
 
     def _take(self, size: int) -> torch.Tensor:
         """uint8[size] of pinned memory that no collective uses."""

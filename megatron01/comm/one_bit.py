@@ -22,7 +22,6 @@ replica, their values are equal and nothing is reduced inside, but for gradients
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,20 +36,21 @@ from megatron01.comm.payload import (
     WORD,
     Agree,
     BlockLayout,
+    BlockNorms,
     CompressionNorms,
     ErrorPlace,
     Header,
     Packed,
     Quantizer,
     Status,
+    common_header,
     dense_row_bytes,
     headers_of,
     packed_square,
     random_key,
     row_range,
+    seal,
     square,
-    square_of_blocks,
-    write_headers,
 )
 from megatron01.comm.topology import Topology
 from megatron01.comm.transport import Done, Transport, Work, read_checked, read_headers
@@ -66,28 +66,26 @@ class Payload:
 
     Attributes:
         sent: what this process sends to the servers; the row to itself holds this server's result later.
-        received: uint8[servers, row_bytes], first the server's input, then the servers' results.
+        received: rows from the servers, first this server's input, then all results.
         result: of the whole bucket.
         shard: first and last + 1 block of what is sent.
         place: of the shard in the worker error.
         served: first and last + 1 block of the part of the shard that this process serves.
-        server_error: this server's error on them, a view.
-        start: block of the buffer at which ``sent`` and its active words start.
         draws: parts of the key of this payload's random draws, beside stage and rank.
-        inside: uint8[processes, row_bytes] each: sent and received inside the node; empty if nothing is.
+        server_error: this server's error on them, a view.
+        inside: uint8[processes, row_bytes], received inside the node, if anything is.
         work: the pending collective.
     """
 
     sent: Packed
-    received: torch.Tensor
+    received: Packed
     result: Packed
     shard: tuple[int, int]
     place: slice
     served: tuple[int, int]
+    draws: tuple[int, ...]
     server_error: torch.Tensor = field(init=False)
-    start: int = 0
-    draws: tuple[int, ...] = ()
-    inside: tuple[torch.Tensor, ...] = ()
+    inside: torch.Tensor = field(init=False)
     work: Work = field(default_factory=Done)
 
 
@@ -145,7 +143,7 @@ class OneBitAllReduce(Exchange):
         self._reduces_inside = self._local is not None and (of_processes or not self._by_node)
         device, size = active.device, layout.block_size
         self._codec = build_codec(size, quantizer, device, num_threads=num_threads, backend=backend)
-        self._agree, self._counted = agree, counted
+        self._agree = agree
         self._key = 0
         self._watch = False
         self._quantized: list[float] = []
@@ -164,11 +162,14 @@ class OneBitAllReduce(Exchange):
             torch.zeros(sum(last - first for first, last in ranges) * size, dtype=dtype, device=device)
             for ranges in (self.worker_ranges, self.server_ranges)
         )
+        if self._by_node and self._reduces_inside:
+            whole = torch.ones(layout.num_blocks, dtype=torch.bool, device=device) if counted is None else counted
+            self._norms = BlockNorms([whole[first:last] for first, last in self.worker_ranges])
         errors = self._server_error.split([(last - first) * size for first, last in self.server_ranges])
         for payload, error in zip(self._payloads, errors, strict=True):
             payload.server_error = error
         if self._local is not None:
-            self._mean = torch.zeros_like(self._worker_error)  # of the node; becomes the new worker error
+            self._new_error = torch.zeros_like(self._worker_error)  # first holds the node's mean
         self._value = torch.empty(0)  # ``value`` of a pending hierarchical exchange
         # while one bucket is on the wire inside the node, the next is written
         self._inside: list[tuple[torch.Tensor, ...]] = []
@@ -197,23 +198,23 @@ class OneBitAllReduce(Exchange):
                 row_range(first, last, rows_before + num_servers - 1, num_rows)[1],
             )
             start = self._payloads[-1].place.stop if self._payloads else 0
+            # hierarchical: what is compressed is a buffer of the shard alone
+            of_whole, of_shard = (first, active), (0, active[shard[0] * words : shard[1] * words])
+            begins, mask = of_whole if self._local is None else of_shard
             payload = Payload(
-                sent=Packed(sent[index], row_blocks, first, form, active),
-                received=received[index],
+                sent=Packed(sent[index], row_blocks, begins, form, mask),
+                received=Packed(received[index], row_blocks, begins, form, mask),
                 result=Packed(results[index], row_blocks, first, form, active),
                 shard=shard,
                 place=slice(start, start + (shard[1] - shard[0]) * size),
                 served=row_range(first, last, rows_before + self._servers.rank, num_rows),
+                draws=() if self._local is None else (shard[0],),
             )
-            if self._local is not None:  # what is compressed is the node's mean of the shard alone
-                payload.sent = Packed(sent[index], row_blocks, 0, form, active[shard[0] * words : shard[1] * words])
-                payload.start, payload.draws = shard[0], (shard[0],)
             self._payloads.append(payload)
 
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
         """Start an exchange; ``key`` is the same on all replicas."""
         self._key, self._watch = key, watch
-        self._quantized = [0.0] * len(self.buckets)
         self._sent.clear()
         self._servers.rounds += 1
 
@@ -239,101 +240,99 @@ class OneBitAllReduce(Exchange):
     ) -> None:
         """Start a bucket's all-to-all; hierarchical: the one inside the node, and send the previous bucket across."""
         payload, header = self._payloads[bucket], Header(status, inverse_scale, square_sum)
-        if not self._reduces_inside:
-            if self._local is not None:
-                self._mean[payload.place].copy_(self._elements(self._value, payload.shard))
-            self._send(bucket, header)
-            return
-        local = self._transports[-1]
-        payload.inside = sent, received = self._inside_rows(payload)
-        self._codec.finish_rows(sent, header, self._elements(self._value, self.buckets[bucket]))
-        payload.work = local.all_to_all(received, sent, sealed=True)
-        if self._sent:
-            self._send_mean(self._sent[-1], local)
-        self._sent.append(bucket)
+        if self._local is None:
+            self._codec.finish_rows(payload.sent.rows, header)
+            payload.work = self._servers.all_to_all(payload.received.rows, payload.sent.rows)
+        elif self._reduces_inside:
+            sent, payload.inside = self._inside_rows(payload)
+            self._codec.finish_rows(sent, header, self._elements(self._value, self.buckets[bucket]))
+            payload.work = self._local.all_to_all(payload.inside, sent)
+            if self._sent:
+                self._send_mean(self._sent[-1], self._local)
+            self._sent.append(bucket)
+        else:
+            self._send_shard(payload, self._elements(self._value, payload.shard), header)
 
     def _send_mean(self, bucket: int, local: Transport) -> None:
         """Compute the node's mean of this process's shard, and send it across."""
         payload = self._payloads[bucket]
         payload.work.wait()
-        mean, received = self._mean[payload.place], payload.inside[1]
-        header, found = self._codec.mean_rows(received, mean)
-        local.check(received, found)
-        squares = header[SQUARE_SUM_WORD]
+        mean = self._new_error[payload.place]
+        common, found = self._codec.mean_rows(payload.inside, mean)
+        local.check(payload.inside, found)
+        squares: torch.Tensor | float = common[SQUARE_SUM_WORD]
         if self._by_node:
-            squares = square_of_blocks(mean.view(-1, self._block_size), payload.shard, self._counted)
-        self._send(bucket, Header(header[STATUS_WORD], header[INVERSE_SCALE_WORD], squares))
+            squares = self._norms.add(bucket, mean.view(-1, self._block_size))
+        self._send_shard(payload, mean, Header(common[STATUS_WORD], common[INVERSE_SCALE_WORD], squares))
 
-    def _send(self, bucket: int, header: Header) -> None:
-        """Start the all-to-all between the servers; hierarchical: compress the node's mean for it."""
-        payload = self._payloads[bucket]
-        if self._local is not None:
-            mean, error = self._mean[payload.place], self._worker_error[payload.place]
-            key = random_key(self._key, WORKER, self._servers.rank, *payload.draws)
-            self._codec.compress(0, mean.numel() // self._block_size, mean, error, payload.sent, key)
-        self._codec.finish_rows(payload.sent.rows, header)
-        if self._watch:
-            first, last = (block - payload.start for block in payload.shard)
-            self._quantized[bucket] = packed_square(payload.sent, first, last, self._block_size)
-        payload.work = self._servers.all_to_all(payload.received, payload.sent.rows, sealed=True)
+    def _send_shard(self, payload: Payload, value: torch.Tensor, header: Header) -> None:
+        """Compress the node's value of this process's shard, and start the all-to-all between the servers."""
+        key = random_key(self._key, WORKER, self._servers.rank, *payload.draws)
+        error, lost = self._worker_error[payload.place], self._new_error[payload.place]
+        blocks = value.numel() // self._block_size
+        self._codec.compress(0, blocks, value, error, payload.sent, key, new_error=lost, header=header)
+        payload.work = self._servers.all_to_all(payload.received.rows, payload.sent.rows)
 
     def reduce(self, stop_on_overflow: bool) -> Status:
         """See ``Exchange``."""
-        if self._reduces_inside:
-            self._send_mean(self._sent[-1], self._transports[-1])
+        if self._reduces_inside and self._local is not None:
+            self._send_mean(self._sent[-1], self._local)
         self._value = torch.empty(0)  # drops the reference: the caller may need the memory
-        self._wait(self._servers, self._received)
-        worst, self.inverse_scale, self.square_sum = read_headers(self._received, *self._transports)
+        for payload in self._payloads:
+            payload.work.wait()
+        for rows in self._received:
+            self._servers.check(rows)
+        headers = [*map(headers_of, self._received)]
         if self._local is not None and self._by_node:
-            worst = self._agree_in_node(self._local, worst)
+            headers = [self._headers_in_node(headers, self._local)]
+        worst, self.inverse_scale, self.square_sum = read_headers(headers, *self._transports)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:
             return worst
+        if self._watch:
+            self._quantized = [packed_square(one.sent, one.shard[1] - one.shard[0]) for one in self._payloads]
+        rank = self._servers.rank
         for bucket, payload in enumerate(self._payloads):
-            first, last = payload.served
             # random draws must not depend on which server has a block, so the rank is not in the key
             key = random_key(self._key, SERVER, *payload.draws)
             # what was sent has arrived, so the row to itself, of the same blocks, is free for this server's result
-            own, active, error = payload.sent.rows[self._servers.rank], payload.sent.active, payload.server_error
-            self._codec.reduce(first - payload.start, last - first, payload.received, error, active, own, key)
-            payload.work = self._servers.all_gather(payload.received, own, sealed=True)
+            self._codec.reduce(payload.received, payload.server_error, payload.sent, rank, key)
+            payload.work = self._servers.all_gather(payload.received.rows, payload.sent.rows[rank])
             if self._local is not None and bucket > 0:
                 self._share(self._payloads[bucket - 1], self._local)
         self._is_complete = False
         return worst
 
-    def _agree_in_node(self, local: Transport, worst: Status) -> Status:
-        """The most severe status in a node that is a replica: each process knows that of its own blocks."""
-        rows = torch.zeros(1 + local.size, HEADER_BYTES, dtype=torch.uint8, device=self._mean.device)
-        write_headers(rows[:1], Header(worst, self.inverse_scale, self.square_sum))
-        local.all_gather(rows[1:], rows[0]).wait()
-        local.check(rows[1:])
-        worst, _, self.square_sum = read_headers([rows[1:]], local)
-        return worst
+    def _headers_in_node(self, headers: list[torch.Tensor], local: Transport) -> torch.Tensor:
+        """fp32[processes, 4]: the common headers that the processes of a node have received, each of its own blocks."""
+        own = common_header(torch.cat(headers)).view(torch.uint8)
+        seal(own[None])
+        rows = torch.empty(local.size, HEADER_BYTES, dtype=torch.uint8, device=own.device)
+        local.all_gather(rows, own).wait()
+        local.check(rows)
+        return headers_of(rows)
 
     def _share(self, payload: Payload, local: Transport) -> None:
         """All-gather a shard's result inside the node, with the servers' checksums."""
         payload.work.wait()
-        payload.work = local.all_gather(payload.result.rows, payload.received.view(-1), sealed=True)
+        payload.work = local.all_gather(payload.result.rows, payload.received.rows.view(-1))
 
     def receive(self, bucket: int) -> Packed:
         """Wait for all results; returns that of a bucket."""
         if not self._is_complete:
+            arriving = self._received
             if self._local is not None:
                 self._share(self._payloads[-1], self._local)
-            self._wait(self._sealing, self._received if self._local is None else self._results)
-            read_checked(headers_of(self._received[0])[:0], *self._transports)
+                arriving = self._results
+            for payload in self._payloads:
+                payload.work.wait()
+                payload.work = Done()  # a finished collective may hold memory
+            for rows in arriving:
+                self._sealing.check(rows)
+            read_checked(arriving[0][:0], *self._transports)
             self._is_complete = True
         return self._payloads[bucket].result
-
-    def _wait(self, transport: Transport, arriving: Sequence[torch.Tensor]) -> None:
-        """Wait for the collectives of all buckets over ``transport``, and check what has arrived."""
-        for payload in self._payloads:
-            payload.work.wait()
-            payload.work = Done()
-        for rows in arriving:
-            transport.check(rows)
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
         """See ``Exchange``."""
@@ -344,7 +343,7 @@ class OneBitAllReduce(Exchange):
         if self._local is None:
             value, self._worker_error = self._worker_error, value
         else:
-            self._mean, self._worker_error = self._worker_error, self._mean
+            self._new_error, self._worker_error = self._worker_error, self._new_error
         return value
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
@@ -388,7 +387,7 @@ class OneBitAllReduce(Exchange):
             CompressionNorms(
                 quantized=quantized,
                 residual=square(self._worker_error[payload.place]),
-                result=packed_square(payload.result, first, last, self._block_size) / self._num_local,
+                result=packed_square(payload.result, last - first) / self._num_local,
             )
             for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True)
         ]

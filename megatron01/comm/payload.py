@@ -20,12 +20,13 @@ no scale, keep no error, and are 0 in every result.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -73,11 +74,11 @@ class BlockLayout:
         if size < 32 or size & (size - 1):
             raise ValueError(f"block_size is {size}; expected a power of two of at least 32")
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         return self.lengths.numel()
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         """Elements of the flat buffer, padding included."""
         return self.num_blocks * self.block_size
@@ -165,10 +166,6 @@ class PackedFormat:
         """Bytes of a row with room for ``row_blocks`` blocks."""
         return self.codes_offset(row_blocks) + row_blocks * self.code_bytes
 
-    def row_blocks(self, row_bytes: int) -> int:
-        """Blocks for which a row of ``row_bytes`` has room."""
-        return (row_bytes - HEADER_BYTES) // self.block_bytes
-
 
 @dataclass(frozen=True)
 class Packed:
@@ -195,6 +192,11 @@ class Packed:
         """Byte of a row at which the codes start."""
         return self.format.codes_offset(self.row_blocks)
 
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows and active words on a CPU, as uint32[num_rows, words] and uint32[words]."""
+        return self.rows.view(torch.int32).numpy().view(np.uint32), self.active.numpy().view(np.uint32)
+
 
 def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:
     """Bytes of a row of uncompressed elements, rounded up so that the next row's header stays aligned."""
@@ -212,40 +214,18 @@ class Header(NamedTuple):
     Attributes:
         status: of the sender.
         inverse_scale: of its loss scale.
-        square_sum: sum of squares of mean gradients; else 0.
+        square_sum: sum of squares of mean gradients; else 0. Where nodes are replicas, the bucket that is sent last has
+            that of all, and the others 0.
     """
 
     status: torch.Tensor | int
     inverse_scale: torch.Tensor | float = 1.0
     square_sum: torch.Tensor | float = 0.0
 
-    def on(self, device: torch.device) -> list[torch.Tensor]:
-        """fp32[] each; cached, so read-only."""
-        return [n if isinstance(n, torch.Tensor) else _on_device(float(n), device) for n in self]
 
-
-@lru_cache(maxsize=16)
-def _on_device(number: float, device: torch.device) -> torch.Tensor:
-    """fp32[]; cached, as a copy from the host to a GPU is a host sync."""
-    return torch.tensor(number, dtype=torch.float32, device=device)
-
-
-def write_headers(rows: torch.Tensor, header: Header) -> None:
-    """Set the header of every row (uint8[num_rows, row_bytes])."""
-    status, inverse_scale, square_sum = header.on(rows.device)
-    headers_of(rows).copy_(torch.stack([status, inverse_scale, status, square_sum]))
-
-
-def common_header(rows: torch.Tensor, square_sum: torch.Tensor | None = None) -> torch.Tensor:
-    """fp32[4] on the device: most severe status, largest inverse scale, an undefined word, sum of square sums.
-
-    Args:
-        rows: received rows, uint8[num_rows, row_bytes].
-        square_sum: fp32[], used in place of that sum.
-    """
-    headers = headers_of(rows)
-    squares = headers[:, SQUARE_SUM_WORD].sum() if square_sum is None else square_sum
-    return torch.cat([headers.amax(0)[:3], squares[None]])
+def common_header(headers: torch.Tensor) -> torch.Tensor:
+    """fp32[4] of fp32[n, 4]: most severe status, largest inverse scale, an undefined word, sum of square sums."""
+    return torch.cat([headers.amax(0)[:SQUARE_SUM_WORD], headers[:, SQUARE_SUM_WORD].sum(0, True)])
 
 
 _MASK = (1 << 64) - 1
@@ -260,15 +240,11 @@ def random_key(*parts: int) -> int:
     """
     state = 0
     for part in parts:
-        state = _mix((state + part + _STEP) & _MASK)
+        state = (state + part + _STEP) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
     return state
-
-
-def _mix(z: int) -> int:
-    """SplitMix64's output function: a permutation of the 64-bit integers."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
 
 
 @dataclass(frozen=True)
@@ -375,14 +351,16 @@ _CHUNK_BYTES = 1 << 20
 
 def seal(rows: torch.Tensor) -> None:
     """Write the checksum of each row (uint8[n, row_bytes], whole words, each row contiguous) into its header."""
-    place = rows.view(torch.int32)[:, CHECKSUM_WORD]
-    torch.sub(_sums(rows), place, out=place)  # the old value in its place does not count
+    words = rows.view(torch.int32)
+    place = words[:, CHECKSUM_WORD]
+    torch.sub(words.sum(1, dtype=torch.int32), place, out=place)  # the old value in its place does not count
 
 
 def damages(rows: torch.Tensor) -> torch.Tensor:
     """int32[n] on the rows' device: 0 for each row that is as ``seal`` left it, else another number."""
+    words = rows.view(torch.int32)
     # the sum over everything is twice the stored value, modulo 2^32, where nothing has changed
-    return _sums(rows).sub_(rows.view(torch.int32)[:, CHECKSUM_WORD], alpha=2)
+    return words.sum(1, dtype=torch.int32).sub_(words[:, CHECKSUM_WORD], alpha=2)
 
 
 def digest(buffers: Mapping[str, torch.Tensor]) -> str:
@@ -395,16 +373,11 @@ def digest(buffers: Mapping[str, torch.Tensor]) -> str:
     for name, buffer in sorted(buffers.items()):
         content = buffer.detach().reshape(-1).view(torch.uint8)
         whole = content.numel() // _CHUNK_BYTES * _CHUNK_BYTES
-        sums.update(f"{name} {content.numel()} ".encode())
-        sums.update(_sums(content[:whole].view(-1, _CHUNK_BYTES)).cpu().numpy().data)
         rest = content[whole:]
-        sums.update(_sums(F.pad(rest, (0, 4 - rest.numel() % 4)).view(1, -1)).cpu().numpy().data)
+        sums.update(f"{name} {content.numel()} ".encode())
+        for rows in (content[:whole].view(-1, _CHUNK_BYTES), F.pad(rest, (0, 4 - rest.numel() % 4)).view(1, -1)):
+            sums.update(rows.view(torch.int32).sum(1, dtype=torch.int32).cpu().numpy().data)
     return sums.hexdigest()
-
-
-def _sums(rows: torch.Tensor) -> torch.Tensor:
-    """int32[n]: the low 32 bits of the sum of each row's words."""
-    return rows.view(torch.int32).sum(1, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -422,19 +395,18 @@ class CompressionNorms:
     result: float
 
 
-def packed_square(packed: Packed, first: int, last: int, block_size: int) -> float:
-    """Sum of squares of the decoded values of the packed blocks [first, last)."""
-    words = block_size // WORD
+def packed_square(packed: Packed, num_blocks: int) -> float:
+    """Sum of squares of the decoded values of the first packed blocks, of one bit an element."""
     assert packed.format.bits == 1
+    block_size, first = packed.format.block_size, packed.first_block
+    words, last = block_size // WORD, first + num_blocks
     active = packed.active[first * words : last * words].view(torch.uint8)
-    counts = (
-        _bits_of_bytes(active.device)[active.long()].view(last - first, block_size // 8).sum(1, dtype=torch.float64)
-    )
+    bits_of_bytes = torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8, device=active.device)
+    counts = bits_of_bytes[active.long()].view(last - first, block_size // 8).sum(1, dtype=torch.float64)
     if not packed.format.scaled:
         return float(counts.sum())
     scales = packed.rows[:, HEADER_BYTES : HEADER_BYTES + SCALE_BYTES * packed.row_blocks].contiguous()
-    start = first - packed.first_block
-    scales = scales.view(torch.bfloat16).flatten()[start : start + last - first].double()
+    scales = scales.view(torch.bfloat16).flatten()[:num_blocks].double()
     return float((counts * scales * scales).sum())
 
 
@@ -443,23 +415,31 @@ def square(values: torch.Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float32)) ** 2
 
 
-def square_of_blocks(
-    values: torch.Tensor, blocks: tuple[int, int], counted: torch.Tensor | None, scale: torch.Tensor | float = 1.0
-) -> torch.Tensor:
-    """fp32[] on the device: sum of squares of ``values`` (any type, [..., block_size]) times ``scale``.
+class BlockNorms:
+    """Sum of squares of a mean that comes bucket by bucket: a launch for each, and the rest once.
 
     Args:
-        blocks: first and last + 1 block of the buffer that ``values`` hold, in memory order; what follows is padding.
-        counted: bool[blocks of the buffer], those that are summed; None for all.
+        counted: for each bucket bool[blocks], those that are summed.
     """
-    first, last = blocks
-    norms = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32).view(-1)[: last - first] * scale
-    if counted is not None:
-        norms = torch.where(counted[first:last], norms, 0.0)  # indexing with a mask would be a host sync
-    total: torch.Tensor = norms.dot(norms)
-    return total
 
+    def __init__(self, counted: Sequence[torch.Tensor]) -> None:
+        self._left_out = ~torch.cat([*counted])
+        self._norms = torch.zeros(self._left_out.shape, dtype=torch.float32, device=self._left_out.device)
+        self._of_buckets = self._norms.split([one.numel() for one in counted])
+        self._number = 0  # of buckets so far
 
-def _bits_of_bytes(device: torch.device) -> torch.Tensor:
-    """uint8[256]: how many bits are set in each byte."""
-    return torch.tensor([value.bit_count() for value in range(256)], dtype=torch.uint8, device=device)
+    def add(self, bucket: int, mean: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor | float:
+        """Take a bucket's mean (any type, [..., block_size]).
+
+        Returns 0, and for the last bucket the sum of squares of ``scale`` times the means of all: fp32[] on the device.
+        """
+        norms = self._of_buckets[bucket].view(mean.shape[:-1])
+        torch.linalg.vector_norm(mean, dim=-1, dtype=torch.float32, out=norms)
+        self._number = (self._number + 1) % len(self._of_buckets)
+        if self._number > 0:
+            return 0.0
+        counted = self._norms.masked_fill(self._left_out, 0.0)  # indexing with a mask would be a host sync
+        if scale is not None:
+            counted *= scale
+        total: torch.Tensor = counted.dot(counted)
+        return total

@@ -42,17 +42,12 @@ class PairwiseRounds:
         self._rank, self._size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._sender = _sender_of(process_group)
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> UnderWay:
-        """Row j of ``sent`` goes to process j; row i of ``received`` comes from process i (uint8[size, row_bytes])."""
-        return self._exchange(received, sent.view(self._size, -1))
-
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> UnderWay:
-        """``sent`` (uint8[row_bytes]) goes to every process; row i of ``received`` comes from process i."""
-        return self._exchange(received, sent.view(1, -1).expand(self._size, -1))
-
-    def _exchange(self, received: torch.Tensor, rows: torch.Tensor) -> UnderWay:
-        tag = self._sender.next_tag()
+    def start(self, received: torch.Tensor, sent: torch.Tensor) -> UnderWay:
+        """Row i of ``received`` (uint8[size, row_bytes]) comes from process i; row j of ``sent``, or its only row, goes
+        to process j."""
         places, rank, size = received.view(self._size, -1), self._rank, self._size
+        rows = sent.view(-1, places.size(1)).expand(size, -1)
+        tag = self._sender.next_tag()
         receiving = []
         for step in range(1, size):
             source = (rank - step) % size

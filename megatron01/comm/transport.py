@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import INVERSE_SCALE_WORD, SQUARE_SUM_WORD, STATUS_WORD, Status, damages, headers_of, seal
+from megatron01.comm.payload import Status, damages
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -55,16 +55,14 @@ class Work(Protocol):
 class Transport(ABC):
     """Moves rows of bytes between replicas, counts what is sent, and checks what arrives.
 
-    Every rank of a transport calls the same collectives in the same order. Each must be waited for. With ``checks``
-    rows get a checksum when they are sent, unless they are ``sealed`` already: they must begin with a header
-    (``megatron01.comm.payload``). After the wait, the caller passes received rows to ``check``, and calls
-    ``read_checked`` before it keeps any result of them.
+    Every rank of a transport calls the same collectives in the same order. Each must be waited for. Rows begin with a
+    header (``megatron01.comm.payload``) that has their checksum. After the wait, the caller passes received rows to
+    ``check``, and calls ``read_checked`` before it keeps any result of them.
 
     Args:
         rank: this replica's number.
         size: number of replicas.
-        checks: whether to compare what arrives with what was sent. Every byte is read once more on each side, at a
-            small share of the cost of making and using it.
+        checks: whether to compare what arrives with what was sent, at a small share of the cost of making and using it.
 
     Attributes:
         bytes_sent: bytes that this replica has sent to other replicas, without the row to itself.
@@ -78,25 +76,21 @@ class Transport(ABC):
         self.verdicts: list[torch.Tensor] = []
         self._checks = checks and size > 1
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *, sealed: bool = False) -> Work:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """Row j of ``sent`` goes to replica j; row i of ``received`` comes from replica i (uint8[size, row_bytes])."""
         if self.size == 1:
             received.copy_(sent)
             return Done()
         self.bytes_sent += sent.nbytes // self.size * (self.size - 1)
-        if self._checks and not sealed:
-            seal(sent.view(self.size, -1))
-        return self._start_all_to_all(received, sent)
+        return self._start(received, sent)
 
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor, *, sealed: bool = False) -> Work:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         """``sent`` (uint8[row_bytes]) goes to every replica; row i of ``received`` comes from replica i."""
         if self.size == 1:
             received.view(-1).copy_(sent.view(-1))
             return Done()
         self.bytes_sent += sent.nbytes * (self.size - 1)
-        if self._checks and not sealed:
-            seal(sent.view(1, -1))
-        return self._start_all_gather(received, sent)
+        return self._start(received, sent)
 
     def check(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
         """Compare rows that have arrived (uint8[k * size, row_bytes], by sender) with their checksums, on their device.
@@ -108,10 +102,8 @@ class Transport(ABC):
             self.verdicts.append(damages(rows) if found is None else found)
 
     @abstractmethod
-    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work: ...
-
-    @abstractmethod
-    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work: ...
+    def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        """Start a collective of several replicas: an all-to-all of equally large tensors, else an all-gather."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -146,16 +138,12 @@ def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
     return numbers[: values.numel()]
 
 
-def read_headers(buckets: Sequence[torch.Tensor], *transports: Transport) -> tuple[Status, float, float]:
+def read_headers(headers: Sequence[torch.Tensor], *transports: Transport) -> tuple[Status, float, float]:
     """The most severe status, the largest inverse scale and the sum of all sums of squares; see ``read_checked``.
 
-    ``buckets`` are received rows, uint8[num_rows, row_bytes] each.
+    ``headers`` are fp32[n, 4] each.
     """
-    headers = [*map(headers_of, buckets)]
-    columns: list[torch.Tensor] = []  # views; checksums are not wanted on the host
-    for word in (STATUS_WORD, INVERSE_SCALE_WORD, SQUARE_SUM_WORD):
-        columns += map(itemgetter((slice(None), word)), headers)
-    statuses, scales, squares = np.reshape(read_checked(torch.cat(columns), *transports), (3, -1))
+    statuses, scales, _, squares = np.reshape(read_checked(torch.cat([*headers]), *transports), (-1, 4)).T
     return Status(int(statuses.max())), float(scales.max()), float(squares.sum())
 
 
@@ -192,31 +180,23 @@ class TorchTransport(Transport):
         self._link_rate = link_rate
         self._pairwise: PairwiseRounds | None = None
 
-    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        if rounds := self._rounds_if_slow(sent.nbytes // self.size * (self.size - 1), sent.device):
-            return rounds.all_to_all(received, sent)
-        work: Work = dist.all_to_all_single(received, sent, group=self.process_group, async_op=True)
-        return work
-
-    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        is_large = sent.nbytes >= LARGE_ROW
-        if rounds := self._rounds_if_slow(sent.nbytes * (self.size - 1), sent.device, or_if=is_large):
-            return rounds.all_gather(received, sent)
-        work: Work = _all_gather(received.view(-1), sent.view(-1), group=self.process_group, async_op=True)
+    def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
+        gathers = sent.nbytes < received.nbytes
+        if sent.device.type == "cpu":
+            if self._link_rate is None:
+                self._link_rate = link_rate(self.process_group)
+            num_bytes = received.nbytes // self.size * (self.size - 1)
+            is_slow = self._link_rate < SLOW_RATE and num_bytes > SLOW_SECONDS * self._link_rate
+            if is_slow or (gathers and sent.nbytes >= LARGE_ROW):
+                self._pairwise = self._pairwise or PairwiseRounds(self.process_group)
+                return self._pairwise.start(received, sent)
+        if gathers:
+            received, sent = received.view(-1), sent.view(-1)
+        work: Work = (_all_gather if gathers else dist.all_to_all_single)(
+            received, sent, group=self.process_group, async_op=True
+        )
         return work
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         if self.size > 1:
             dist.broadcast(tensor, group=self.process_group, group_src=0)
-
-    def _rounds_if_slow(self, num_bytes: int, device: torch.device, *, or_if: bool = False) -> PairwiseRounds | None:
-        """Pairwise rounds, on the host, if ``num_bytes`` take long on the link or ``or_if``; the same on all ranks."""
-        if device.type != "cpu":
-            return None
-        if self._link_rate is None:
-            self._link_rate = link_rate(self.process_group)
-        is_slow = self._link_rate < SLOW_RATE and num_bytes > SLOW_SECONDS * self._link_rate
-        if not (is_slow or or_if):
-            return None
-        self._pairwise = self._pairwise or PairwiseRounds(self.process_group)
-        return self._pairwise

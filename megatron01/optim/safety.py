@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
-from megatron01.comm.payload import HEADER_BYTES
+from megatron01.comm.payload import HEADER_BYTES, seal
 from megatron01.comm.transport import Work, read_checked
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
@@ -201,6 +201,7 @@ class ReplicaCheck:
         numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]
         own = torch.tensor([_as_int64(number) for number in numbers], dtype=torch.int64).view(torch.uint8)
         row = torch.cat([own.new_zeros(HEADER_BYTES), own]).to(self._flat.device)
+        seal(row[None])
         rows = row.new_empty(self._transport.size, row.numel())
         before = self._transport.bytes_sent
         self._sent = step, rows, self._transport.all_gather(rows, row)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.comm import Topology
-from megatron01.comm.payload import HEADER_BYTES, digest
+from megatron01.comm.payload import HEADER_BYTES, digest, seal
 from megatron01.comm.transport import read_checked
 from megatron01.errors import UserError
 from megatron01.utils.precision import DTYPES
@@ -203,6 +203,7 @@ def _different(value: object, device: torch.device, topology: Topology) -> list[
         return []
     own = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8)
     row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(device)
+    seal(row[None])
     digests = torch.zeros(topology.world.size, row.numel(), dtype=torch.uint8, device=device)
     topology.world.all_gather(digests, row).wait()
     topology.world.check(digests)

@@ -16,7 +16,7 @@ import torch
 
 from megatron01.comm import Status, Topology
 from megatron01.comm.all_reduce import ScatteredMean
-from megatron01.comm.payload import HEADER_BYTES, Header, write_headers
+from megatron01.comm.payload import HEADER_BYTES, seal
 from megatron01.comm.transport import Transport, read_checked
 from megatron01.errors import UserError
 from megatron01.optim.flat_parameters import FlatParameters
@@ -137,7 +137,7 @@ class NodeProcesses:
         row = torch.zeros(HEADER_BYTES + 8 * len(numbers), dtype=torch.uint8)
         row[HEADER_BYTES:] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
         own = row.to(self._device)
-        write_headers(own[None], Header(Status.OK))
+        seal(own[None])
         rows = own.new_empty(self._transport.size, own.numel())
         self._transport.all_gather(rows, own).wait()
         self._transport.check(rows)

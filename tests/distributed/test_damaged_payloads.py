@@ -64,16 +64,15 @@ def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dic
     before = copy.deepcopy(state_of(optimizer))
     calls = 0
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_start_all_to_all", "_start_all_gather"):
-            original = getattr(TorchTransport, name)
+        original = TorchTransport._start
 
-            def start(transport: Any, received: Any, sent: Any, original: Any = original) -> Any:
-                nonlocal calls
-                calls += 1
-                work = original(transport, received, sent)
-                return Damaging(work, received) if calls == number and rank == 1 else work
+        def start(transport: Any, received: Any, sent: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            work = original(transport, received, sent)
+            return Damaging(work, received) if calls == number and rank == 1 else work
 
-            patch.setattr(TorchTransport, name, start)
+        patch.setattr(TorchTransport, "_start", start)
         parameter.grad = torch.randn(4096, generator=generator)
         message = None
         try:

@@ -80,8 +80,8 @@ def rows_under_way(rank: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
     sent = [torch.full((size, 5), 10 * rank + call, dtype=torch.uint8) for call in range(2)]
     sent[0] += 100 * torch.arange(size, dtype=torch.uint8)[:, None] // 50  # a row for each
     received = [torch.empty_like(sent[0]) for _ in range(3)]
-    works = [rounds.all_to_all(received[0], sent[0]), rounds.all_to_all(received[1], sent[1])]
-    works.append(rounds.all_gather(received[2], sent[1][0]))
+    works = [rounds.start(received[0], sent[0]), rounds.start(received[1], sent[1])]
+    works.append(rounds.start(received[2], sent[1][0]))
     time.sleep(0.05 * rank)
     for work in reversed(works):
         work.wait()
@@ -136,7 +136,7 @@ def measured_meanwhile(rank: int, size: int) -> list[list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slow_links._Batch, "send_all", late)
         received = torch.empty(size, 1 << 15, dtype=torch.uint8)
-        work = PairwiseRounds(None).all_gather(received, torch.full((1 << 15,), rank + 1, dtype=torch.uint8))
+        work = PairwiseRounds(None).start(received, torch.full((1 << 15,), rank + 1, dtype=torch.uint8))
         threading.Timer(0.3, measured.set).start()  # also if the measurement waits for rows that are not sent yet
         link_rate(None)
         measured.set()
@@ -162,7 +162,7 @@ def built_and_dropped(rank: int, size: int) -> tuple[list[int], list[int]]:
         rounds = PairwiseRounds(group)
         # dropped at different times on each process, as by its garbage collector
         kept += [rounds] * (rank <= round_number)
-        rounds.all_gather(received, sent).wait()
+        rounds.start(received, sent).wait()
         numbers.append(len(threads_of_rounds()))
     dist.barrier()
     dist.destroy_process_group(group)

@@ -292,8 +292,7 @@ class WaitWithoutEnd:
     def arm(self, fired: Path) -> None:
         """Install it in this process, which then treats gloo like NCCL; ``fired`` is not created."""
         startup._waits_without_end = lambda backend: True
-        for name in ("_start_all_to_all", "_start_all_gather"):
-            setattr(TorchTransport, name, self._wrapped(getattr(TorchTransport, name)))
+        TorchTransport._start = self._wrapped(TorchTransport._start)  # type: ignore[method-assign]
 
     def _wrapped(self, start: Callable[..., Any]) -> Callable[..., Any]:
         def started(*args: Any) -> Any:

@@ -68,29 +68,28 @@ class Codec(RowKernels, Protocol):
     format: PackedFormat
 
     def compress(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        packed: Packed,
+        key: int,
+        *,
+        new_error: torch.Tensor | None = None,
+        header: Header | None = None,
     ) -> None:
-        """value <- (value + error) - its decoded codes, for the blocks [first, last), which go to ``packed``.
+        """new_error <- (value + error) - its decoded codes, for the blocks [first, last), which go to ``packed``.
 
-        ``value`` then holds the new error; ``error`` is only read. Several ranges may be compressed at a time by
-        different threads.
+        ``new_error`` is ``value`` unless it is given. Several ranges may be compressed at a time by different threads.
+        With ``header``, they must be all blocks of ``packed``, whose rows then get header and checksum.
         """
 
-    def reduce(
-        self,
-        first_block: int,
-        num_blocks: int,
-        rows: torch.Tensor,
-        error: torch.Tensor,
-        active: torch.Tensor,
-        out: torch.Tensor,
-        key: int,
-    ) -> None:
-        """Pack mean(rows) + error into ``out``, and write its checksum; error <- the quantization error.
+    def reduce(self, received: Packed, error: torch.Tensor, out: Packed, row: int, key: int) -> None:
+        """Pack mean + error into a row of ``out``, and write its checksum; error <- the quantization error.
 
-        ``rows`` (uint8[replicas, row_bytes]) and ``out`` (uint8[row_bytes]) hold the blocks of one row, which starts at
-        ``first_block`` of the buffer; ``error`` (fp32 or bf16 [num_blocks * block_size]) is for them alone, and
-        ``active`` the whole buffer's. Rows are added in their order.
+        The mean is that of ``received``, whose rows all hold the blocks of this row, and are added in their order;
+        ``error`` (fp32 or bf16 [elements]) is for these blocks alone.
         """
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:

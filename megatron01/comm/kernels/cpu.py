@@ -26,6 +26,8 @@ from megatron01.comm.payload import (
     HEADER_BYTES,
     INVERSE_SCALE_WORD,
     SCALE_BYTES,
+    SQUARE_SUM_WORD,
+    STATUS_WORD,
     WORD,
     Header,
     Packed,
@@ -34,7 +36,6 @@ from megatron01.comm.payload import (
     common_header,
     headers_of,
     seal,
-    write_headers,
 )
 from megatron01.utils.compilation import compiled
 
@@ -227,6 +228,17 @@ def _quantize(total, bits, scaled, key_low, key_high, element, active, codes, re
     return np.uint16(0)
 
 
+def _place(buffer, start, stop, scratch):
+    """fp32[stop - start]: a range of a buffer to write to, or ``scratch`` for one of bf16 (as uint16)."""
+
+
+@overload(_place)
+def _typed_place(buffer, start, stop, scratch):
+    if buffer.dtype == types.float32:
+        return lambda buffer, start, stop, scratch: buffer[start:stop]
+    return lambda buffer, start, stop, scratch: scratch
+
+
 def _read(buffer, start, stop, scratch):
     """fp32[stop - start]: a range of a buffer; bf16 (as uint16) is widened into ``scratch``."""
 
@@ -245,7 +257,7 @@ def _typed_read(buffer, start, stop, scratch):
 
 
 def _write(values, buffer, start, stop):
-    """Store what ``_read`` gave: as bf16 to nearest even; a NaN stays one."""
+    """Store what ``_place`` or ``_read`` gave: as bf16 to nearest even; a NaN stays one."""
 
 
 @overload(_write)
@@ -262,34 +274,36 @@ def _typed_write(values, buffer, start, stop):
 
 @compiled(nogil=True, error_model="numpy")
 def _compress(
-    first, last, value, error, active, rows, row_blocks, codes_at, first_block, bits, scaled, size, key_low, key_high
+    first, last, value, error, new_error, rows, active, row_blocks, codes_at, first_block, bits, scaled, size, key
 ):
-    """Pack the blocks [first, last) of value + error; ``value`` becomes the new error.
+    """Pack the blocks [first, last) of value + error; ``new_error``, which may be ``value``, gets the new error.
 
     ``rows`` is uint32[num_rows, row words]; codes start at word ``codes_at`` of a row.
     """
+    key_low, key_high = _u32(key), _u32(key >> np.uint64(32))
     scales, masks, words = rows.view(np.uint16), size // WORD, bits * size // WORD
     total, residual, other = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     for block in range(first, last):
         row, index = divmod(block - first_block, row_blocks)
         start, stop = block * size, (block + 1) * size
         mask = active[block * masks : (block + 1) * masks]
-        own = _read(value, start, stop, residual)
-        _add(own, _read(error, start, stop, other), mask, total)
+        _add(_read(value, start, stop, residual), _read(error, start, stop, other), mask, total)
         codes = rows[row, codes_at + index * words : codes_at + (index + 1) * words]
+        own = _place(new_error, start, stop, residual)
         scale = _quantize(total, bits, scaled, key_low, key_high, start, mask, codes, own, other)
-        _write(own, value, start, stop)
+        _write(own, new_error, start, stop)
         if scaled:
             scales[row, _FIRST_SCALE + index] = scale
 
 
 @compiled(nogil=True, error_model="numpy")
-def _reduce(first, last, rows, codes_at, first_block, bits, scaled, error, active, out, size, key_low, key_high):
+def _reduce(first, last, rows, codes_at, first_block, bits, scaled, error, active, out, size, key):
     """For the blocks [first, last) of a row: the mean over the received rows, plus ``error``, packed to ``out``.
 
     ``rows`` (uint32[num_rows, row words]), ``error`` and ``out`` count blocks from the start of the row, ``active``
     from ``first_block`` before it.
     """
+    key_low, key_high = _u32(key), _u32(key >> np.uint64(32))
     scales, out_scales = rows.view(np.uint16), out.view(np.uint16)
     masks, words, count = size // WORD, bits * size // WORD, _f32(rows.shape[0])
     total, mean, residual = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
@@ -321,7 +335,7 @@ def _reduce(first, last, rows, codes_at, first_block, bits, scaled, error, activ
 
 
 @compiled(nogil=True, error_model="numpy")
-def _decode(first, last, rows, row_blocks, codes_at, first_block, bits, scaled, active, start, out, size):
+def _decode(first, last, start, out, rows, active, row_blocks, codes_at, first_block, bits, scaled, size):
     """Write the values of the blocks [first, last) to ``out``, whose first block is ``start``."""
     scales, masks, words = rows.view(np.uint16), size // WORD, bits * size // WORD
     for block in range(first, last):
@@ -365,7 +379,6 @@ class BlockWorkers:
             other.result()
 
 
-_HEADER_WORDS = HEADER_BYTES // 4
 _CHUNK = 1 << 11
 """Elements of a row handled at a time, so that they are in the cache when their words are summed."""
 
@@ -492,7 +505,8 @@ class CPURows(ReferenceRows):
             super().finish_rows(rows, header, values, dtype)
             return
         sums = None if values is None else self._copy(rows, values, dtype, fills=True)
-        write_headers(rows, header)
+        headers = headers_of(rows).numpy()
+        headers[:, STATUS_WORD], headers[:, INVERSE_SCALE_WORD], headers[:, SQUARE_SUM_WORD] = header
         if sums is None:
             seal(rows)
         else:
@@ -503,7 +517,7 @@ class CPURows(ReferenceRows):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if dtype == torch.float16:
             return super().mean_rows(rows, out, dtype)
-        header = common_header(rows)
+        header = common_header(headers_of(rows))
         elements, header_length, length = _elements(rows, dtype)
         factors, results, into_rows = np.ones(len(rows), np.float32), 1, out.dtype == torch.uint8
         if into_rows:
@@ -554,14 +568,14 @@ def _elements(rows: torch.Tensor, dtype: torch.dtype) -> tuple[np.ndarray, int, 
 
 def _set_checksums(rows: torch.Tensor, sums: np.ndarray) -> None:
     """Write checksums, of rows whose content has the sums ``sums`` (uint32[num_rows, parts])."""
-    headers = _words(rows)[:, :_HEADER_WORDS]
+    headers = headers_of(rows).numpy().view(np.uint32)
     headers[:, CHECKSUM_WORD] = 0
     headers[:, CHECKSUM_WORD] = headers.sum(1, dtype=np.uint32) + sums.sum(1, dtype=np.uint32)
 
 
 def _damages(rows: torch.Tensor, sums: np.ndarray) -> torch.Tensor:
     """int32[num_rows] as ``payload.damages``."""
-    headers = _words(rows)[:, :_HEADER_WORDS]
+    headers = headers_of(rows).numpy().view(np.uint32)
     expected = headers[:, CHECKSUM_WORD] * _u32(2) - headers.sum(1, dtype=np.uint32)
     return torch.from_numpy((sums.sum(1, dtype=np.uint32) - expected).view(np.int32))
 
@@ -574,77 +588,75 @@ class CPUCodec(CPURows):
         self.format = PackedFormat.of(quantizer, block_size)
 
     def compress(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        packed: Packed,
+        key: int,
+        *,
+        new_error: torch.Tensor | None = None,
+        header: Header | None = None,
     ) -> None:
+        form = packed.format
         self._workers.run(
             _compress,
             first,
             last,
             as_array(value),
             as_array(error),
-            _words(packed.active),
-            *_packed(packed),
-            self.format.block_size,
-            *_halves(key),
+            as_array(value if new_error is None else new_error),
+            *packed.arrays,
+            packed.row_blocks,
+            packed.codes_offset // 4,
+            packed.first_block,
+            form.bits,
+            form.scaled,
+            form.block_size,
+            np.uint64(key),
         )
+        if header is not None:
+            self.finish_rows(packed.rows, header)
 
-    def reduce(
-        self,
-        first_block: int,
-        num_blocks: int,
-        rows: torch.Tensor,
-        error: torch.Tensor,
-        active: torch.Tensor,
-        out: torch.Tensor,
-        key: int,
-    ) -> None:
-        form = self.format
+    def reduce(self, received: Packed, error: torch.Tensor, out: Packed, row: int, key: int) -> None:
+        form = out.format
+        rows, active = out.arrays
         self._workers.run(
             _reduce,
             0,
-            num_blocks,
-            _words(rows),
-            form.codes_offset(form.row_blocks(rows.size(1))) // 4,
-            first_block,
+            error.numel() // form.block_size,
+            received.arrays[0],
+            out.codes_offset // 4,
+            out.first_block + row * out.row_blocks,
             form.bits,
             form.scaled,
             as_array(error),
-            _words(active),
-            _words(out),
+            active,
+            rows[row],
             form.block_size,
-            *_halves(key),
+            np.uint64(key),
         )
-        seal(out[None])
+        seal(out.rows[row : row + 1])
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
+        form = packed.format
         self._workers.run(
             _decode,
             first,
             last,
-            *_packed(packed),
-            _words(packed.active),
             first,
             out.numpy(),
-            self.format.block_size,
+            *packed.arrays,
+            packed.row_blocks,
+            packed.codes_offset // 4,
+            packed.first_block,
+            form.bits,
+            form.scaled,
+            form.block_size,
         )
 
 
 def as_array(buffer: torch.Tensor) -> np.ndarray:
     """A view of the buffer for numba: float32[n], or uint16[n] for bf16."""
     return buffer.numpy() if buffer.dtype is torch.float32 else buffer.view(torch.int16).numpy().view(np.uint16)
-
-
-def _words(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor as uint32[..., words]."""
-    return tensor.view(torch.int32).numpy().view(np.uint32)
-
-
-def _packed(packed: Packed) -> tuple[np.ndarray, int, int, int, int, bool]:
-    """Rows, blocks of a row, word at which the codes start, first block, bits, whether there are scales."""
-    form = packed.format
-    return _words(packed.rows), packed.row_blocks, packed.codes_offset // 4, packed.first_block, form.bits, form.scaled
-
-
-def _halves(key: int) -> tuple[np.uint32, np.uint32]:
-    """Low and high word of a 64-bit key."""
-    return np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)

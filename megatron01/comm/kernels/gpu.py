@@ -18,6 +18,7 @@ adds a bit each for the mask and the sign; reducing n rows reads n bits and a ma
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from megatron01.comm.payload import (
     Packed,
     PackedFormat,
     Quantizer,
+    Status,
 )
 from megatron01.errors import UserError
 
@@ -183,7 +185,7 @@ def signed_word(word: int) -> int:
 
 
 def packed_arguments(packed: Packed) -> tuple[Any, ...]:
-    """Arguments of kernels that ``load_packed`` takes."""
+    """Arguments of ``compress_kernel`` and ``decode_kernel``."""
     rows = row_views(packed.rows)
     return *rows, packed.active, packed.first_block, packed.row_blocks, packed.rows.stride(0), packed.codes_offset
 
@@ -311,31 +313,6 @@ def load_codes(
 
 
 @triton.jit
-def load_packed(
-    rows,
-    scales,
-    codes,
-    active,
-    block,
-    inside,
-    first_row_block,
-    row_blocks,
-    row_bytes,
-    codes_at,
-    BITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """fp32[BLOCKS, WORDS, 32]: decoded blocks of the buffer of a ``Packed``, 0 where elements are not active."""
-    row = (block - first_row_block) // row_blocks
-    index = (block - first_row_block) % row_blocks
-    row_start = row.to(tl.int64) * row_bytes
-    says = load_codes(rows, scales, codes, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
-    return tl.where(load_active(active, block, inside, WORDS), says, 0.0)
-
-
-@triton.jit
 def load_active(active, block, inside, WORDS: tl.constexpr):
     """bool[BLOCKS, WORDS, 32]: elements of blocks that take part in an exchange."""
     return unpack_bits(tl.load(active + word_places(block, WORDS), mask=inside[:, None], other=0))
@@ -401,6 +378,21 @@ def seal(row, part, sums, programs):
     if is_last(sums + 1, programs):
         tl.store(row + CHECKSUM, tl.atomic_xchg(sums, 0))
         tl.store(sums + 1, 0)
+
+
+@triton.jit
+def seal_rows(words, row_words, num_rows, status, inverse_scale, square_sum, sums):
+    """Write headers and checksums of rows, whose contents have these ``sums`` (int32[num_rows]), and zero the sums."""
+    first, second = status.to(tl.int32, bitcast=True), inverse_scale.to(tl.int32, bitcast=True)
+    fourth = square_sum.to(tl.int32, bitcast=True)
+    of_header = add_words(add_words(first, second), fourth)
+    row = words
+    for number in range(num_rows):
+        tl.store(row + STATUS, first)
+        tl.store(row + INVERSE_SCALE, second)
+        tl.store(row + SQUARE_SUM, fourth)
+        tl.store(row + CHECKSUM, add_words(tl.atomic_xchg(sums + number, 0), of_header))
+        row += row_words
 
 
 @triton.jit
@@ -606,17 +598,8 @@ def mean_kernel(
         tl.store(header + INVERSE_SCALE, inverse_scale)
         tl.store(header + SQUARE_SUM, square_sum)
         if INTO_ROWS:
-            first, second = status.to(tl.int32, bitcast=True), inverse_scale.to(tl.int32, bitcast=True)
-            fourth = square_sum.to(tl.int32, bitcast=True)
-            of_header = add_words(add_words(first, second), fourth)
-            row = out_words
-            for number in range(tl.num_programs(1)):
-                tl.store(row + STATUS, first)
-                tl.store(row + INVERSE_SCALE, second)
-                tl.store(row + SQUARE_SUM, fourth)
-                content = tl.atomic_xchg(sums + NUM_ROWS + 1 + number, 0)
-                tl.store(row + CHECKSUM, add_words(content, of_header))
-                row += out_row_words
+            of_results = sums + NUM_ROWS + 1
+            seal_rows(out_words, out_row_words, tl.num_programs(1), status, inverse_scale, square_sum, of_results)
 
 
 @triton.jit
@@ -679,11 +662,15 @@ def _pack_blocks(
 
 
 @triton.jit(
-    do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_bytes", "codes_at", "key_low", "key_high"]
+    do_not_specialize=[
+        *("first", "last", "first_row_block", "row_blocks", "row_bytes", "codes_at", "key_low", "key_high", "num_rows")
+    ],
+    do_not_specialize_on_alignment=["status", "inverse_scale", "square_sum"],
 )
 def compress_kernel(
     value,
     error,
+    new_error,
     first,
     last,
     rows,
@@ -696,13 +683,23 @@ def compress_kernel(
     codes_at,
     key_low,
     key_high,
+    status,
+    inverse_scale,
+    square_sum,
+    num_rows,
+    sums,
+    SEALS: tl.constexpr,
     CODE: tl.constexpr,
     BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Pack the blocks [first, last) of value + error; ``value`` becomes the new error."""
+    """Pack the blocks [first, last) of value + error; ``new_error``, which may be ``value``, gets the new error.
+
+    With ``SEALS`` these are all blocks of the ``num_rows`` rows, which get header and checksum; ``sums`` is
+    int32[num_rows + 1] of zeros.
+    """
     block = block_numbers(first, BLOCKS)
     inside = block < last
     element = element_places(block, WORDS)
@@ -710,9 +707,10 @@ def compress_kernel(
     total = load_flat(value, element, mask, CODE) + load_flat(error, element, mask, CODE)
     takes_part = load_active(active, block, inside, WORDS)
     total = tl.where(takes_part, total, 0.0)
-    row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
+    row = (block - first_row_block) // row_blocks
+    row_start = row.to(tl.int64) * row_bytes
     index = (block - first_row_block) % row_blocks
-    lost, _ = _pack_blocks(
+    lost, words_sums = _pack_blocks(
         total,
         takes_part,
         inside,
@@ -730,7 +728,14 @@ def compress_kernel(
         BLOCKS,
         WORDS,
     )
-    store_flat(value, element, mask, lost, CODE)
+    store_flat(new_error, element, mask, lost, CODE)
+    if SEALS:
+        tl.atomic_add(sums + 1 + row, words_sums, mask=inside)
+        tl.debug_barrier()  # the program is counted when all of its threads have added their parts
+        if is_last(sums, tl.num_programs(0)):
+            tl.store(sums, 0)
+            squares = tl.load(square_sum)
+            seal_rows(rows, row_bytes // 4, num_rows, tl.load(status), tl.load(inverse_scale), squares, sums + 1)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "row_bytes", "codes_at", "first_block", "key_low", "key_high"])
@@ -821,22 +826,10 @@ def decode_kernel(
     """Decode the blocks [first, last) to ``out``, whose first block is ``first``."""
     block = block_numbers(first, BLOCKS)
     inside = block < last
-    says = load_packed(
-        rows,
-        scales,
-        codes,
-        active,
-        block,
-        inside,
-        first_row_block,
-        row_blocks,
-        row_bytes,
-        codes_at,
-        BITS,
-        SCALED,
-        BLOCKS,
-        WORDS,
-    )
+    row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
+    index = (block - first_row_block) % row_blocks
+    says = load_codes(rows, scales, codes, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+    says = tl.where(load_active(active, block, inside, WORDS), says, 0.0)
     tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
 
 
@@ -858,9 +851,9 @@ class TritonRows:
         values: torch.Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        numbers, fills = header.on(rows.device), values is not None
+        numbers = on_device(header, rows.device)
         given, wire = (numbers[0], torch.float32) if values is None else (values, dtype)  # content is read as words
-        self._launch(finish_kernel, rows, rows, wire, given, *numbers, self._sums, FILLS=fills)
+        self._launch(finish_kernel, rows, rows, wire, given, *numbers, self._sums, FILLS=values is not None)
 
     def mean_rows(
         self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype = torch.bfloat16
@@ -935,50 +928,56 @@ class TritonCodec(TritonRows):
         )
 
     def compress(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        packed: Packed,
+        key: int,
+        *,
+        new_error: torch.Tensor | None = None,
+        header: Header | None = None,
     ) -> None:
         launch(
             compress_kernel,
             self._tiling,
-            last - first,
+            last - first if header is None else max(1, last - first),  # rows without blocks get headers as well
             value.device,
             as_elements(value),
             as_elements(error),
+            as_elements(value if new_error is None else new_error),
             first,
             last,
             *packed_arguments(packed),
             *_key_words(key),
+            *on_device(header or Header(Status.OK), value.device),
+            len(packed.rows),
+            self._sums,
+            SEALS=header is not None,
             CODE=CODES[value.dtype],
             BITS=self.format.bits,
             SCALED=self.format.scaled,
         )
 
-    def reduce(
-        self,
-        first_block: int,
-        num_blocks: int,
-        rows: torch.Tensor,
-        error: torch.Tensor,
-        active: torch.Tensor,
-        out: torch.Tensor,
-        key: int,
-    ) -> None:
+    def reduce(self, received: Packed, error: torch.Tensor, out: Packed, row: int, key: int) -> None:
+        num_blocks = error.numel() // self.format.block_size
         launch(
             reduce_kernel,
             self._tiling,
-            max(1, num_blocks),  # a row without blocks is sealed as well
+            max(1, num_blocks),  # a row without blocks gets its checksum as well
             error.device,
             num_blocks,
-            *row_views(rows),
-            rows.stride(0),
-            self.format.codes_offset(self.format.row_blocks(rows.size(1))),
+            *row_views(received.rows),
+            received.rows.stride(0),
+            out.codes_offset,
             as_elements(error),
-            active,
-            first_block,
-            *row_views(out),
+            out.active,
+            out.first_block + row * out.row_blocks,
+            *row_views(out.rows[row]),
             *_key_words(key),
             self._sums,
-            NUM_ROWS=rows.size(0),
+            NUM_ROWS=len(received.rows),
             CODE=CODES[error.dtype],
             BITS=self.format.bits,
             SCALED=self.format.scaled,
@@ -997,6 +996,17 @@ class TritonCodec(TritonRows):
             BITS=self.format.bits,
             SCALED=self.format.scaled,
         )
+
+
+def on_device(header: Header, device: torch.device) -> list[torch.Tensor]:
+    """fp32[] each; those of numbers are cached, so read-only."""
+    return [number if isinstance(number, torch.Tensor) else _scalar(float(number), device) for number in header]
+
+
+@lru_cache(maxsize=16)
+def _scalar(number: float, device: torch.device) -> torch.Tensor:
+    """fp32[]; cached, as a copy from the host to a GPU is a host sync."""
+    return torch.tensor(number, dtype=torch.float32, device=device)
 
 
 def _key_words(key: int) -> tuple[int, int]:

@@ -14,6 +14,8 @@ from megatron01.comm.payload import (
     HEADER_BYTES,
     INVERSE_SCALE_WORD,
     SCALE_BYTES,
+    SQUARE_SUM_WORD,
+    STATUS_WORD,
     WORD,
     Header,
     Packed,
@@ -23,7 +25,6 @@ from megatron01.comm.payload import (
     damages,
     headers_of,
     seal,
-    write_headers,
 )
 
 _LOW_WORD = 0xFFFFFFFF
@@ -195,13 +196,14 @@ class ReferenceRows:
         if values is not None:
             for row, part in self._parts(rows, values, dtype):
                 row.copy_(part)
-        write_headers(rows, header)
+        headers = headers_of(rows)
+        headers[:, STATUS_WORD], headers[:, INVERSE_SCALE_WORD], headers[:, SQUARE_SUM_WORD] = header
         seal(rows)
 
     def mean_rows(
         self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        terms, header = rows[:, HEADER_BYTES:].view(dtype), common_header(rows)
+        terms, header = rows[:, HEADER_BYTES:].view(dtype), common_header(headers_of(rows))
         if out.dtype != torch.uint8:
             mean_of(terms[:, : out.numel()], out)
             return header, damages(rows)
@@ -238,42 +240,42 @@ class ReferenceCodec(ReferenceRows):
         self._block_size = block_size
 
     def compress(
-        self, first: int, last: int, value: torch.Tensor, error: torch.Tensor, packed: Packed, key: int
+        self,
+        first: int,
+        last: int,
+        value: torch.Tensor,
+        error: torch.Tensor,
+        packed: Packed,
+        key: int,
+        *,
+        new_error: torch.Tensor | None = None,
+        header: Header | None = None,
     ) -> None:
-        lost = self._blocks(value, first, last)
         active = _active(packed.active, first, last, self._block_size)
-        total = torch.where(active, lost.float() + self._blocks(error, first, last).float(), 0.0)
+        total = self._blocks(value, first, last).float() + self._blocks(error, first, last).float()
+        total = torch.where(active, total, 0.0)
         scales, codes = self._quantize(first, total, active, key)
         for row, blocks, part in _rows(packed, first, last):
             self._write(row, packed.row_blocks, blocks, scales[part], codes[part])
-        lost.copy_(torch.where(active, total - _values(codes, scales, self.format), 0.0))
+        lost = torch.where(active, total - _values(codes, scales, self.format), 0.0)
+        self._blocks(value if new_error is None else new_error, first, last).copy_(lost)
+        if header is not None:
+            self.finish_rows(packed.rows, header)
 
-    def reduce(
-        self,
-        first_block: int,
-        num_blocks: int,
-        rows: torch.Tensor,
-        error: torch.Tensor,
-        active: torch.Tensor,
-        out: torch.Tensor,
-        key: int,
-    ) -> None:
-        if num_blocks == 0:
-            seal(out[None])
-            return
-        row_blocks = self.format.row_blocks(rows.size(1))
-        residual = self._blocks(error, 0, num_blocks)
+    def reduce(self, received: Packed, error: torch.Tensor, out: Packed, row: int, key: int) -> None:
+        residual = error.view(-1, self._block_size)
+        blocks, first = slice(0, len(residual)), out.first_block + row * out.row_blocks
         total = torch.zeros(residual.shape, dtype=torch.float32, device=residual.device)
-        for row in rows:
-            total += _unpack(row, row_blocks, self.format, slice(0, num_blocks))
-        mask = _active(active, first_block, first_block + num_blocks, self._block_size)
+        for own in received.rows:
+            total += _unpack(own, received.row_blocks, self.format, blocks)
+        mask = _active(out.active, first, first + len(residual), self._block_size)
         # a tensor, as torch on GPUs divides by a number by multiplying with its inverse
-        count = torch.tensor(rows.size(0), dtype=torch.float32, device=rows.device)
+        count = torch.tensor(len(received.rows), dtype=torch.float32, device=total.device)
         mean = torch.where(mask, total / count + residual.float(), 0.0)
-        scales, codes = self._quantize(first_block, mean, mask, key)
-        self._write(out, row_blocks, slice(0, num_blocks), scales, codes)
+        scales, codes = self._quantize(first, mean, mask, key)
+        self._write(out.rows[row], out.row_blocks, blocks, scales, codes)
         residual.copy_(torch.where(mask, mean - _values(codes, scales, self.format), 0.0))
-        seal(out[None])
+        seal(out.rows[row : row + 1])
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
         out.view(-1, self._block_size).copy_(decode_packed(packed, first, last))

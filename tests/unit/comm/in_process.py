@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron01.comm.transport import Transport
+from megatron01.comm.transport import Transport, Work
 
 TIMEOUT_SECONDS = 60.0
 RUBBISH = 0xA5
@@ -64,14 +64,13 @@ class InProcessTransport(Transport):
         self._hub = hub
         self._number = 0
 
-    def _start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> _Delivery:
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         assert received.shape == sent.shape and sent.size(0) == self.size
-        rank = self.rank
-        return self._start("all_to_all", received, sent, lambda rows: [row[rank] for row in rows])
+        return super().all_to_all(received, sent)
 
-    def _start_all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> _Delivery:
+    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         assert received.numel() == sent.numel() * self.size
-        return self._start("all_gather", received, sent, lambda rows: [row.flatten() for row in rows])
+        return super().all_gather(received, sent)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         number = self._next()
@@ -82,16 +81,16 @@ class InProcessTransport(Transport):
         self._number += 1
         return self._number
 
-    def _start(
-        self,
-        kind: str,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        own_rows: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-    ) -> _Delivery:
+    def _start(self, received: torch.Tensor, sent: torch.Tensor) -> _Delivery:
         number, copy = self._next(), sent.clone()
+        kind = "all_gather" if sent.numel() < received.numel() else "all_to_all"
         self._hub.put(number, self.rank, kind, copy)
-        return _Delivery(lambda: torch.cat(own_rows(self._hub.get(number, kind))), received, sent, copy)
+
+        def collect() -> torch.Tensor:
+            rows = self._hub.get(number, kind)
+            return torch.cat([row.flatten() if kind == "all_gather" else row[self.rank] for row in rows])
+
+        return _Delivery(collect, received, sent, copy)
 
 
 def run_replicas(worker: Callable[..., Any], size: int, *args: Any) -> list[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,17 @@ from megatron01.comm.kernels.specification import (
     unpack_bits,
     unpack_mask,
 )
-from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, PackedFormat, Quantizer
+from megatron01.comm.payload import (
+    HEADER_BYTES,
+    BlockLayout,
+    Header,
+    Packed,
+    PackedFormat,
+    Quantizer,
+    Status,
+    damages,
+    headers_of,
+)
 from tests.unit.comm.buffers import KINDS, bits_of, empty_payload, layout_of, random_active, random_buffer
 
 BACKENDS = ("cpu", "reference")
@@ -194,13 +206,23 @@ def test_backends_agree_to_the_bit(
         decoded = torch.full(((layout.num_blocks - cut) * block_size,), torch.nan)
         codec.decode(cut, layout.num_blocks, packed, decoded)
 
-        row_blocks = packed.row_blocks
-        start = min(first + row_blocks, layout.num_blocks)  # the second server's chunk, or none
-        count = min(row_blocks, layout.num_blocks - start)
+        sealed, lost = replace(packed, rows=torch.zeros_like(packed.rows)), old_value.clone()
+        given_in, header = old_value.clone(), Header(Status.OVERFLOW, 0.5, torch.tensor(7.5))
+        codec.compress(first, layout.num_blocks, given_in, error, sealed, key, new_error=lost, header=header)
+        assert torch.equal(bits_of(given_in), bits_of(old_value)) and torch.equal(bits_of(lost), bits_of(value))
+        assert (
+            not damages(sealed.rows).any()
+            and headers_of(sealed.rows)[:, [0, 1, 3]].tolist() == [[1, 0.5, 7.5]] * num_rows
+        )
+        assert torch.equal(sealed.rows[:, HEADER_BYTES:], packed.rows[:, HEADER_BYTES:])
+
+        row = min(1, num_rows - 1)  # the second server's, which may be empty
+        start = min(first + row * packed.row_blocks, layout.num_blocks)
+        count = min(packed.row_blocks, layout.num_blocks - start)
         server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(dtype, copy=True)
-        out = torch.zeros_like(packed.rows[0])
-        codec.reduce(start, count, packed.rows, server_error, active, out, key)
-        results.append((value, decoded, server_error, packed.rows, out))
+        out = replace(packed, rows=torch.zeros_like(packed.rows))
+        codec.reduce(packed, server_error, out, row, key)
+        results.append((value, decoded, server_error, packed.rows, out.rows))
     for compiled, plain in zip(*results, strict=True):
         assert torch.equal(bits_of(compiled), bits_of(plain))
 
@@ -294,10 +316,10 @@ def test_the_number_of_threads_does_not_change_a_bit(quantizer: Quantizer) -> No
         packed = empty_payload(layout, codec, 2)
         value, server_error = random_buffer(layout, 0), random_buffer(layout, 1)[: 150 * 1024].clone()
         codec.compress(0, 300, value, torch.zeros(300 * 1024), packed, 7)
-        out, decoded = torch.zeros_like(packed.rows[0]), torch.zeros_like(value)
-        codec.reduce(150, 150, packed.rows, server_error, packed.active, out, 7)
+        out, decoded = replace(packed, rows=torch.zeros_like(packed.rows)), torch.zeros_like(value)
+        codec.reduce(packed, server_error, out, 1, 7)
         codec.decode(0, 300, packed, decoded)
-        results.append((packed.rows, value, server_error, out, decoded))
+        results.append((packed.rows, value, server_error, out.rows, decoded))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -340,10 +362,8 @@ def test_levels_lose_less_than_half_an_interval(
 
 
 @given(st.integers(0, 50), st.sampled_from([32, 64, 1024]), st.sampled_from(ALL))
-def test_a_row_tells_how_many_blocks_it_holds(row_blocks: int, block_size: int, quantizer: Quantizer) -> None:
-    form = PackedFormat.of(quantizer, block_size)
-    assert form.row_blocks(form.row_bytes(row_blocks)) == row_blocks
-    assert form.row_bytes(row_blocks) % 4 == 0
+def test_rows_are_whole_words(row_blocks: int, block_size: int, quantizer: Quantizer) -> None:
+    assert PackedFormat.of(quantizer, block_size).row_bytes(row_blocks) % 4 == 0
 
 
 def test_workers_cover_every_block_once() -> None:

@@ -50,7 +50,7 @@ def all_phases(
     cut: int,
     dtype: torch.dtype,
 ) -> list[torch.Tensor]:
-    """All outputs of a codec: compressing a bucket in two ranges, decoding a part of it, reducing a row."""
+    """All outputs of a codec: compressing a bucket in two ranges and at once, decoding a part, reducing a row."""
     layout = layout_of(lengths, block_size)
     value, error = random_buffer(layout, seed, 3, kinds), random_buffer(layout, seed + 1, 3, kinds[::-1])
     value, error = value.to(dtype).to(device), error.to(dtype)
@@ -64,12 +64,18 @@ def all_phases(
     decoded = torch.full(((layout.num_blocks - cut) * block_size,), torch.nan, device=device)
     codec.decode(cut, layout.num_blocks, packed, decoded)
 
-    start = min(first + packed.row_blocks, layout.num_blocks)  # the second server's chunk, or none
+    sealed, lost = replace(packed, rows=torch.zeros_like(packed.rows)), torch.zeros_like(value)
+    header = Header(torch.full((), 1.0, device=device), 0.5, torch.full((), 7.5, device=device))
+    codec.compress(first, layout.num_blocks, value, error, sealed, key, new_error=lost, header=header)
+    assert not damages(sealed.rows).any()
+
+    row = min(1, num_rows - 1)  # the second server's, which may be empty
+    start = min(first + row * packed.row_blocks, layout.num_blocks)
     count = min(packed.row_blocks, layout.num_blocks - start)
     server_error = random_buffer(layout, seed + 3, 3)[: count * block_size].to(dtype).to(device)
-    out = torch.zeros_like(packed.rows[0])
-    codec.reduce(start, count, packed.rows, server_error, packed.active, out, key)
-    return [tensor.cpu() for tensor in (value, packed.rows, decoded, server_error, out)]
+    out = replace(packed, rows=torch.zeros_like(packed.rows))
+    codec.reduce(packed, server_error, out, row, key)
+    return [tensor.cpu() for tensor in (value, packed.rows, decoded, sealed.rows, lost, server_error, out.rows)]
 
 
 def whole_rows(
@@ -227,7 +233,7 @@ def test_each_call_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         *["finish_kernel"] * 3,
         *["mean_kernel"] * 4,
         "read_kernel",
-        *("compress_kernel", "compress_kernel", "decode_kernel", "reduce_kernel"),
+        *("compress_kernel", "compress_kernel", "decode_kernel", "compress_kernel", "reduce_kernel"),
     ]
 
 
