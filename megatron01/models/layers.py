@@ -8,6 +8,7 @@ through the same code with fewer heads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -242,13 +243,18 @@ class SelfAttention(nn.Module):
         ).name.lower()
 
 
+def _saving_all(value: torch.Tensor, *_: object) -> AbstractContextManager[None]:
+    """In place of ``computed_again`` where nothing is."""
+    return nullcontext()
+
+
 class MLP(nn.Module):
     """Two projections with a GELU between them."""
 
     def __init__(self, config: ModelConfig, *, gelu: GeluForm) -> None:
         super().__init__()
         self.gelu = partial(F.gelu, approximate=gelu)
-        self.is_selective = config.recompute_activations == "selective"
+        self.not_saving = computed_again if config.recompute_activations == "selective" else _saving_all
         self.dense_h_to_4h = nn.Linear(config.hidden_size, config.feed_forward_size)
         self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
 
@@ -256,7 +262,7 @@ class MLP(nn.Module):
         """(..., h) -> (..., h)."""
         before = self.dense_h_to_4h(hidden)  # (..., f)
         inner = self.gelu(before)
-        with computed_again(inner, self.gelu, before, self.is_selective):
+        with self.not_saving(inner, self.gelu, before):
             output: torch.Tensor = self.dense_4h_to_h(inner)
             return output
 
@@ -267,7 +273,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
         super().__init__()
         self.norm_placement = norm_placement
-        self.is_selective = config.recompute_activations == "selective"
+        self.not_saving = computed_again if config.recompute_activations == "selective" else _saving_all
         self.attention = SelfAttention(config, causal=causal)
         self.attention_norm = layer_norm(config)
         self.mlp = MLP(config, gelu=gelu)
@@ -284,16 +290,16 @@ class TransformerLayer(nn.Module):
         """(b, s, h), or with ``rows`` (t, h), to the same shape. Arguments as of ``Transformer.forward``."""
         if self.norm_placement == "pre":
             normed = self.attention_norm(hidden)
-            with computed_again(normed, self.attention_norm, hidden, self.is_selective):
+            with self.not_saving(normed, self.attention_norm, hidden):
                 attended = self.attention(normed, attention_mask, cache, rows)
             hidden = hidden + self.dropout(attended)
             normed = self.mlp_norm(hidden)
-            with computed_again(normed, self.mlp_norm, hidden, self.is_selective):
+            with self.not_saving(normed, self.mlp_norm, hidden):
                 hidden = hidden + self.dropout(self.mlp(normed))
             return hidden
         before = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows))
         hidden = self.attention_norm(before)
-        with computed_again(hidden, self.attention_norm, before, self.is_selective):
+        with self.not_saving(hidden, self.attention_norm, before):
             hidden = self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
         return hidden
 

@@ -23,12 +23,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron01.config import ModelConfig
 
 
-def computed_again(
-    value: Tensor, function: Callable[[Tensor], Tensor], values: Tensor, is_selective: bool
-) -> AbstractContextManager[Any]:
+def computed_again(value: Tensor, function: Callable[[Tensor], Tensor], values: Tensor) -> AbstractContextManager[Any]:
     """Context whose operations do not save ``value`` for the backward pass, which uses ``function(values)`` instead.
 
-    No effect unless recomputation is selective, and under torch.compile, which decides itself what it saves.
+    No effect under torch.compile, which decides itself what it saves.
 
     Args:
         value: what ``function(values)`` has returned, and returns again to the bit; contiguous, and held by the caller
@@ -36,7 +34,7 @@ def computed_again(
         function: without random numbers.
         values: stored for the backward pass by ``function`` itself, so that keeping it costs nothing.
     """
-    if not is_selective or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
     # hooks live as long as what they pack, so they must not reference the value itself
     storage, num_elements, values = value.untyped_storage()._cdata, value.numel(), values.detach()
