@@ -370,10 +370,9 @@ class Adam:
                 )
             if replicated[name].data_ptr() != tensor.data_ptr():
                 tensor.copy_(replicated[name])
-        scalars = replica["scalars"].tolist()
-        end = 1 + OverflowGuard.NUM_SCALARS
-        self.step_count = int(scalars[0])
-        self._guard.load_scalars(scalars[1:end])
-        for master, updates in zip(self._masters.values(), scalars[end:], strict=True):
+        scalars = iter(replica["scalars"].tolist())
+        self.step_count = int(next(scalars))
+        self._guard.load_scalars(scalars)
+        for master, updates in zip(self._masters.values(), scalars, strict=True):
             self._adam.state[master]["step"].fill_(updates)
         torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))

@@ -62,7 +62,6 @@ from megatron01.optim.local_update import (
     Phase,
     Rule,
     SecondMoment,
-    SinceSynchronization,
     by_group,
 )
 from megatron01.optim.overlap import EarlyStart, Opened, Order
@@ -889,7 +888,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         own = self.replicated_state() | self._replica_buffers()
         _copy_into(own, replicated | replica)
-        self._load_scalars(replica["scalars"].tolist())
+        self._load_scalars(iter(replica["scalars"].tolist()))
         self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
         if self._weights_are_ahead and not self._is_single:
@@ -944,7 +943,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if len(numbers) not in (least, least + _NUM_DELAY_SCALARS):
             raise UserError(f"the optimizer state has {len(numbers)} scalars, not {own}; it is another optimizer's")
         numbers = [*numbers, *[0.0] * _NUM_DELAY_SCALARS][:own]  # it may be of a run with or without a delay
-        self._load_scalars(numbers)
+        self._load_scalars(iter(numbers))
         self._weights_are_ahead = False
         self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
@@ -1054,29 +1053,26 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _own_scalars(self) -> list[float]:
         """Scalars of the state beside step count, overflow guard and delay; subclasses add theirs."""
         second = [] if self._second_moment is None else self._second_moment.scalars()
-        exchange = [0.0] if self._exchange is None else self._exchange.scalars()
-        ratio, since_sync = self._norm_ratio.scalars(), self._local.since_sync.scalars()
-        return [*second, float(self._agrees), *exchange, *ratio, *since_sync]
+        exchanges = 0.0 if self._exchange is None else float(self._exchange.num_exchanges)
+        return [*second, float(self._agrees), exchanges, *self._norm_ratio.scalars(), *self._local.scalars()]
 
-    def _load_own_scalars(self, scalars: list[float]) -> None:
+    def _load_own_scalars(self, scalars: Iterator[float]) -> None:
         if self._second_moment is not None:
-            self._second_moment.load_scalars(scalars[:2])
-            scalars = scalars[2:]
-        self._agrees = bool(scalars[0])
+            self._second_moment.load_scalars(scalars)
+        self._agrees, exchanges = bool(next(scalars)), next(scalars)
         if self._exchange is not None:
-            self._exchange.load_scalars(scalars[1:2])
-        self._norm_ratio.load_scalars(scalars[2:4])
-        self._local.since_sync = SinceSynchronization.loaded(scalars[4:])
+            self._exchange.num_exchanges = int(exchanges)
+        self._norm_ratio.load_scalars(scalars)
+        self._local.load_scalars(scalars)
 
-    def _load_scalars(self, scalars: list[float]) -> None:
-        end = 1 + OverflowGuard.NUM_SCALARS
+    def _load_scalars(self, scalars: Iterator[float]) -> None:
+        self.step_count = int(next(scalars))
+        self._guard.load_scalars(scalars)
+        self._load_own_scalars(scalars)
         if self._delay:
-            *scalars, ahead, to_record, overflow_here, skipped = scalars
-            self._weights_are_ahead = bool(ahead)
-            self._unrecorded = (bool(overflow_here), bool(skipped)) if to_record else None
-        self.step_count = int(scalars[0])
-        self._guard.load_scalars(scalars[1:end])
-        self._load_own_scalars(scalars[end:])
+            ahead, to_record, overflow_here, skipped = map(bool, scalars)
+            self._weights_are_ahead = ahead
+            self._unrecorded = (overflow_here, skipped) if to_record else None
 
     # Parameters.
 

@@ -32,21 +32,18 @@ class CompressionWatch:
         partial: the ranks of this replica, if it is sharded; they measure together.
 
     Attributes:
-        exchanges: number of exchanges so far.
         report: of the last measurement.
     """
 
     def __init__(self, interval: int, partial: ModelShardRanks | None = None) -> None:
         self._interval = interval
         self._partial = partial
-        self.exchanges = 0
         self._ratios: deque[float] = deque(maxlen=_HISTORY)
         self.report: CompressionReport | None = None
 
-    def next_is_due(self) -> bool:
-        """Count an exchange; True if it is to be measured."""
-        self.exchanges += 1
-        return self._interval > 0 and (self.exchanges - 1) % self._interval == 0
+    def is_due(self, exchange: int) -> bool:
+        """True if the exchange of this number, the first is 0, is to be measured."""
+        return self._interval > 0 and exchange % self._interval == 0
 
     def record(self, buckets: Sequence[CompressionNorms]) -> None:
         """Record the norms of a measured exchange."""
@@ -131,6 +128,7 @@ class CompressedAllReduce:
         buckets: (first, last + 1) block of each of its buckets.
         awaited: this replica's contribution to an exchange that has been sent and not received.
         begun: True if an exchange has begun and its last bucket has not been sent.
+        num_exchanges: exchanges begun so far.
     """
 
     def __init__(
@@ -147,6 +145,7 @@ class CompressedAllReduce:
         self.buckets = exchange.buckets
         self._order = order
         self.begun = False
+        self.num_exchanges = 0
         self.awaited: Contribution | None = None
         self._local = local
         self._guard = guard
@@ -164,7 +163,8 @@ class CompressedAllReduce:
         """Start an exchange; ``key`` seeds its random draws."""
         assert not self.begun
         self.begun = True
-        self._watched = self._watch.next_is_due()
+        self._watched = self._watch.is_due(self.num_exchanges)
+        self.num_exchanges += 1
         self.exchange.begin(key, watch=self._watched)
 
     def send_bucket(self, bucket: int, contribution: Contribution) -> None:
@@ -211,10 +211,3 @@ class CompressedAllReduce:
         """Report of a measurement since the last call; None if there was none."""
         report, self._watch.report = self._watch.report, None
         return report
-
-    def scalars(self) -> list[float]:
-        """Numbers from which ``load_scalars`` continues."""
-        return [float(self._watch.exchanges)]
-
-    def load_scalars(self, scalars: Sequence[float]) -> None:
-        self._watch.exchanges = int(scalars[0])

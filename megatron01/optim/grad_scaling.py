@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import islice
 
 import torch
 
@@ -170,8 +171,6 @@ class OverflowGuard:
         on_norm: called with each deferred norm, once it is known.
     """
 
-    NUM_SCALARS = 4
-
     def __init__(
         self,
         loss_scaler: LossScaler | None,
@@ -239,13 +238,14 @@ class OverflowGuard:
         )
 
     def scalars(self) -> list[float]:
-        """``NUM_SCALARS`` numbers from which ``load_scalars`` continues."""
+        """Numbers from which ``load_scalars`` continues."""
         self._catch_up()
         scaler = [0.0, 0.0, 0.0] if self.loss_scaler is None else self.loss_scaler.state()
         return [float(self._skipped_in_a_row), *scaler]
 
-    def load_scalars(self, scalars: list[float]) -> None:
+    def load_scalars(self, scalars: Iterator[float]) -> None:
         self._deferred = None
-        self._skipped_in_a_row = int(scalars[0])
+        self._skipped_in_a_row = int(next(scalars))
+        state = list(islice(scalars, 3))
         if self.loss_scaler is not None:
-            self.loss_scaler.load_state(scalars[1:4])
+            self.loss_scaler.load_state(state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -334,9 +334,9 @@ class NormRatio:
         """Numbers from which ``load_scalars`` continues: r, or 0 where it is not known, and n."""
         return [self.value if self.is_known else 0.0, float(self._num_replicas)]
 
-    def load_scalars(self, scalars: Sequence[float]) -> None:
+    def load_scalars(self, scalars: Iterator[float]) -> None:
         """Load them; those of another number of replicas are converted."""
-        (value, saved), n = scalars, self._num_replicas
+        value, saved, n = next(scalars), next(scalars), self._num_replicas
         self.value, self.is_known = 1.0, False
         if self.measures and value > 0.0:
             signal = max(0.0, (value * value * saved - 1.0) / (saved - 1.0))

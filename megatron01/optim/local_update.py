@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -111,16 +112,6 @@ class SinceSynchronization:
     def with_step(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> SinceSynchronization:
         """These with a step added; ``shrinkage`` is learning rate times weight decay (fp64[groups] each)."""
         return SinceSynchronization(self.total + step_sizes, self.decay * (1.0 - shrinkage), self.steps + 1)
-
-    def scalars(self) -> list[float]:
-        """Numbers from which ``loaded`` continues."""
-        return [float(self.steps), *self.total.tolist(), *self.decay.tolist()]
-
-    @classmethod
-    def loaded(cls, scalars: list[float]) -> SinceSynchronization:
-        """The sums that gave ``scalars``."""
-        total, decay = np.split(np.array(scalars[1:]), 2)
-        return cls(total, decay, int(scalars[0]))
 
 
 @dataclass(frozen=True)
@@ -317,11 +308,11 @@ class SecondMoment:
         self._last_refresh = step
 
     def scalars(self) -> list[float]:
-        """Two numbers from which ``load_scalars`` continues."""
+        """Numbers from which ``load_scalars`` continues."""
         return [float(self._last_refresh), self._product]
 
-    def load_scalars(self, scalars: list[float]) -> None:
-        self._last_refresh, self._product = int(scalars[0]), scalars[1]
+    def load_scalars(self, scalars: Iterator[float]) -> None:
+        self._last_refresh, self._product = int(next(scalars)), next(scalars)
 
 
 class LocalUpdate:
@@ -385,6 +376,16 @@ class LocalUpdate:
             mean = None if step is None else step[(segment.first - first) * size : (segment.last - first) * size]
             slices = Slices(*state, segment.weights, gradients, mean)
             self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
+
+    def scalars(self) -> list[float]:
+        """Numbers from which ``load_scalars`` continues."""
+        since = self.since_sync
+        return [float(since.steps), *since.total.tolist(), *since.decay.tolist()]
+
+    def load_scalars(self, scalars: Iterator[float]) -> None:
+        steps, num_groups = int(next(scalars)), self.start.total.size
+        total, decay = (np.fromiter(islice(scalars, num_groups), np.float64) for _ in range(2))
+        self.since_sync = SinceSynchronization(total, decay, steps)
 
     def forget(self, parameter: int) -> None:
         """Set m and u of a parameter to 0."""

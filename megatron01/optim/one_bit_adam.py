@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -149,8 +150,9 @@ class OneBitAdam(FlatOptimizer):
     def _own_scalars(self) -> list[float]:
         return [self._freeze_step, *self._norms.tolist(), *super()._own_scalars()]
 
-    def _load_own_scalars(self, scalars: list[float]) -> None:
+    def _load_own_scalars(self, scalars: Iterator[float]) -> None:
+        freeze_step = next(scalars)
         if self._automatic:
-            self._freeze_step = scalars[0] if math.isinf(scalars[0]) else int(scalars[0])
-        self._norms = np.array(scalars[1 : 1 + _CHECKS])
-        super()._load_own_scalars(scalars[1 + _CHECKS :])
+            self._freeze_step = freeze_step if math.isinf(freeze_step) else int(freeze_step)
+        self._norms = np.fromiter(islice(scalars, _CHECKS), np.float64)
+        super()._load_own_scalars(scalars)

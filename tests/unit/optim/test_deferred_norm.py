@@ -122,7 +122,7 @@ def test_without_a_loss_scaler_the_next_step_is_the_first_to_ask() -> None:
 def test_state_that_is_loaded_replaces_a_step_that_nobody_has_asked_about() -> None:
     guard = OverflowGuard(None, 1)
     guard.record_deferred(Unread(math.nan))
-    guard.load_scalars([0.0, 0.0, 0.0, 0.0])
+    guard.load_scalars(iter([0.0] * 4))
     assert not guard.given_up
 
 

@@ -41,11 +41,11 @@ def test_another_number_of_replicas_has_the_same_share_of_signal() -> None:
     saved = ratio_of(4, (ratios[4], 4.0)).scalars()
     for n in ratios:
         other = NormRatio(n, measures=True)
-        other.load_scalars(saved)
+        other.load_scalars(iter(saved))
         assert other.value == pytest.approx(ratios[n]) and other.is_known
     alone = NormRatio(1, measures=True)
-    alone.load_scalars(saved)
+    alone.load_scalars(iter(saved))
     assert (alone.value, alone.is_known) == (1.0, False)
     joined = NormRatio(4, measures=True)
-    joined.load_scalars(alone.scalars())
+    joined.load_scalars(iter(alone.scalars()))
     assert not joined.is_known
