@@ -136,7 +136,8 @@ def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = No
     ]
     volume = bars("volume", "Bits per parameter and step", lambda row: row.bits, _short, computed)
     rounds = bars("rounds", "Exchanges per step", lambda row: row.rounds_per_step, _short)
-    share = bars("time_share", "Share of time beside forward and backward passes", _other_share, "{:.0%}".format)
+    share_title = "Share of time beside forward and backward passes"
+    share = bars("time_share", share_title, lambda row: 1 - row.compute_share, "{:.0%}".format)
     lost = Axis("lost / quantized, the worst bucket", _short)
     on_the_way = [
         curves("lr", "Learning rate", Axis("", _short), lambda run: run.column("lr")),
@@ -187,10 +188,6 @@ def _positive(values: Column) -> Column:
     return np.where(values > 0, values, np.nan)
 
 
-def _other_share(row: Row) -> float | None:
-    return None if row.compute_share is None else 1 - row.compute_share
-
-
 def _curves(
     groups: Sequence[Group],
     key: str,
@@ -212,13 +209,13 @@ def _bars(
     summary: Summary,
     key: str,
     title: str,
-    value: Callable[[Row], float | None],
+    value: Callable[[Row], float],
     show: Formatter,
     computed: Sequence[Bar] = (),
 ) -> BarChart:
     """Bar chart of the groups that have a value, and of computed values."""
     values = [(number, row.group.label, value(row)) for number, row in enumerate(summary.rows)]
-    bars = [Bar(number, label, found, show(found)) for number, label, found in values if found is not None]
+    bars = [Bar(number, label, found, show(found)) for number, label, found in values if np.isfinite(found)]
     return BarChart(key, title, (*bars, *computed))
 
 

@@ -212,7 +212,7 @@ def _describe(part: Part) -> str:
         lines.append(f"  not to be compared with the first: {part.section.differs}")
     for text in (*answers(summary), *(f"note: {note}" for note in part.notes)):
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-    if summary.target is not None:
+    if math.isfinite(summary.target):
         base = summary.rows[summary.baseline].group.label
         lines.append(f"  speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}, relative to {base}")
     lines += ["  " + line for line in columns(table(summary))]

@@ -295,13 +295,13 @@ def mean_curve(curves: Sequence[tuple[Column, Column]]) -> Curve:
     return Curve(places, values.mean(axis=0), values.min(axis=0), values.max(axis=0))
 
 
-def first_reached(curve: Curve, target: float) -> float | None:
-    """The first x at which the mean is at most ``target``, linearly interpolated; None if it never is."""
+def first_reached(curve: Curve, target: float) -> float:
+    """The first x at which the mean is at most ``target``, linearly interpolated; NaN if it never is."""
     known = np.isfinite(curve.mean)
     x, y = curve.x[known], curve.mean[known]
     below = np.flatnonzero(y <= target)
     if below.size == 0:
-        return None
+        return math.nan
     index = int(below[0])
     if index == 0:
         return float(x[0])

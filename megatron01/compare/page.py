@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -121,7 +122,7 @@ def _switches(part: Part, section: str) -> str:
 def _summary(summary: Summary, section: str) -> str:
     header, *rows = table(summary)
     captions = ["Losses: ± standard deviation over seeds; gap: ± standard error."] if "±" in str(rows) else []
-    if summary.target is not None:
+    if math.isfinite(summary.target):
         loss = f"{summary.target_kind} loss of {summary.target:.4f}"
         captions.append(f"Speed-ups are to a {loss}, relative to {summary.rows[summary.baseline].group.label}.")
     return _table(header, rows, " ".join(captions) or "All numbers", f"{section}-summary")

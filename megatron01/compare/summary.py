@@ -97,13 +97,15 @@ def _two_sided(value: float, error: float, freedom: float) -> float:
 
 @dataclass(frozen=True)
 class Reach:
-    """How a group reaches the target loss."""
+    """How a group reaches the target loss; NaN if it does not."""
 
-    step: float  # at which its mean curve reaches it
+    step: float  # of its mean curve
+    seconds: float  # means over the seeds at that step
+    bytes_sent: float
     is_bound: bool  # reached at its first measurement, so that ``step`` is an upper bound
     by_all: bool  # every seed reaches it
-    steps: Estimate  # over seeds; a seed that does not reach it counts with its last step
-    seconds: Estimate
+    steps_of_seeds: Estimate  # a seed that does not reach it counts with its last step
+    seconds_of_seeds: Estimate
 
 
 @dataclass(frozen=True)
@@ -118,30 +120,24 @@ class Reference:
 
 @dataclass(frozen=True)
 class Row:
-    """The numbers of a group; None if not known. Times, speeds and shares exclude warm-ups."""
+    """The numbers of a group; NaN if not known. Times, speeds and shares exclude warm-ups."""
 
     group: Group
     steps: int
     train_loss: Estimate  # mean of the last lines
     held_out_loss: Estimate
     final_loss: Estimate  # the one of the two that is compared
-    gap: Difference | None  # final loss minus the baseline's; above 0 is worse
-    reach: Reach | None
-    seconds_to_target: float | None  # means over the seeds at the step of the mean curve
-    bytes_to_target: float | None
-    speed_up: float | None  # the baseline's seconds to the target over this group's
+    gap: Difference  # final loss minus the baseline's; above 0 is worse
+    reach: Reach
+    speed_up: float  # the baseline's seconds to the target over this group's
     bytes_sent: float  # by one replica, like the next four
-    bits: float | None  # per parameter and step
+    bits: float  # per parameter and step
     rounds: float  # exchanges
     rounds_per_step: float
     bytes_per_step: float
-    tokens_per_second: float | None
-    mfu: float | None
-    compute_share: float | None  # of the time: the forward pass is measured, the backward pass assumed twice as long
-
-    @property
-    def steps_to_target(self) -> float | None:
-        return None if self.reach is None else self.reach.step
+    tokens_per_second: float
+    mfu: float
+    compute_share: float  # of the time: the forward pass is measured, the backward pass assumed twice as long
 
     @property
     def has_loss(self) -> bool:
@@ -154,7 +150,7 @@ class Summary:
 
     rows: tuple[Row, ...]
     baseline: int  # index of the row that gaps and speed-ups are relative to
-    target: float | None  # the loss that speed-ups are about; None if no loss is known
+    target: float  # the loss that speed-ups are about; NaN if no loss is known
     target_kind: str  # held-out or training
     final_kind: str  # kind of final loss that all groups have at the same iteration; empty if there is none
     times_compare: bool  # same precision and hardware in all runs, as far as known
@@ -204,18 +200,15 @@ def summarize(
     values: OfRun = held_out if has_held_out else smoothed
     if target is None:
         curves = [group_curve(runs, iterations, values) for runs in (*sound, *each)]
-        target = max((float(np.nanmin(curve.mean)) for curve in curves if not curve.is_empty), default=None)
+        target = max((float(np.nanmin(curve.mean)) for curve in curves if not curve.is_empty), default=math.nan)
     train = [_ending(group, smoothed) for group in groups]
     evaluated = [_ending(group, held_out) for group in groups]
     kind = _final_kind(evaluated, train)
     final = evaluated if kind == "held-out" else train
-    reaches = [None if target is None else _reach(group, values, target) for group in groups]
-    seconds = [_at(group, reach, lambda run: run.seconds) for group, reach in zip(groups, reaches, strict=True)]
+    reaches = [_reach(group, values, target) for group in groups]
     rows = []
-    of_base = seconds[base]
-    for number, (group, reach, own) in enumerate(zip(groups, reaches, seconds, strict=True)):
-        gap = final[number].above(final[base])
-        sent = fmean(run.bytes_sent[-1] for run in group.runs)
+    for number, group in enumerate(groups):
+        compares = kind and number != base
         rows.append(
             Row(
                 group=group,
@@ -223,12 +216,10 @@ def summarize(
                 train_loss=train[number],
                 held_out_loss=evaluated[number],
                 final_loss=final[number],
-                gap=gap if kind and number != base and math.isfinite(gap.value) else None,
-                reach=reach,
-                seconds_to_target=own,
-                bytes_to_target=_at(group, reach, lambda run: run.bytes_sent) if sent else None,
-                speed_up=of_base / own if own and of_base else None,
-                bytes_sent=sent,
+                gap=final[number].above(final[base]) if compares else Difference(math.nan, math.nan, math.nan),
+                reach=reaches[number],
+                speed_up=reaches[base].seconds / reaches[number].seconds,
+                bytes_sent=fmean(run.bytes_sent[-1] for run in group.runs),
                 bits=_mean_known(run.last("bits_per_parameter") for run in group.runs),
                 rounds=fmean(run.rounds[-1] for run in group.runs),
                 rounds_per_step=fmean(run.rounds[-1] / max(1, run.last_iteration) for run in group.runs),
@@ -268,34 +259,32 @@ def _final_kind(evaluated: Sequence[Estimate], train: Sequence[Estimate]) -> str
     return ""
 
 
-def _reach(group: Group, values: OfRun, target: float) -> Reach | None:
-    """How a group reaches the target; None if its mean does not, or one of its runs diverged."""
+def _reach(group: Group, values: OfRun, target: float) -> Reach:
+    """How a group reaches the target; it does not if its mean does not, or one of its runs diverged."""
     curve = group_curve(group.runs, iterations, values)
-    step = None if group.has_diverged else first_reached(curve, target)
-    if step is None:
-        return None
-    steps, seconds, by_all = [], [], True
-    for run in group.runs:
-        found = first_reached(group_curve((run,), iterations, values), target)
-        by_all = by_all and found is not None
-        steps.append(float(run.last_iteration) if found is None else found)
-        seconds.append(float(np.interp(steps[-1], run.iterations, run.seconds)))
-    seeds = _seeds(group)
+    step = math.nan if group.has_diverged else first_reached(curve, target)
+    found = [first_reached(group_curve((run,), iterations, values), target) for run in group.runs]
+    steps = [float(run.last_iteration) if math.isnan(one) else one for run, one in zip(group.runs, found, strict=True)]
+    seconds = [_at(one, run, run.seconds) for run, one in zip(group.runs, steps, strict=True)]
     return Reach(
-        step, bool(step <= curve.x[0]), by_all, Estimate.of(steps, seeds=seeds), Estimate.of(seconds, seeds=seeds)
+        step=step,
+        seconds=fmean(_at(step, run, run.seconds) for run in group.runs) or math.nan,
+        bytes_sent=fmean(_at(step, run, run.bytes_sent) for run in group.runs) or math.nan,
+        is_bound=bool((step <= curve.x[:1]).any()),
+        by_all=not any(map(math.isnan, found)),
+        steps_of_seeds=Estimate.of(steps, seeds=_seeds(group)),
+        seconds_of_seeds=Estimate.of(seconds, seeds=_seeds(group)),
     )
+
+
+def _at(step: float, run: Run, values: Column) -> float:
+    """A cumulative value of a run, fp64[lines], at a step; NaN at step NaN, which np.interp does not ensure."""
+    return math.nan if math.isnan(step) else float(np.interp(step, run.iterations, values))
 
 
 def _seeds(group: Group) -> list[str]:
     """Seed of each run; "" if not known."""
     return [run.settings.get("training.seed", "") for run in group.runs]
-
-
-def _at(group: Group, reach: Reach | None, value: OfRun) -> float | None:
-    """Mean over a group's runs of a cumulative value at the step that reaches the target; None if it is 0."""
-    if reach is None:
-        return None
-    return fmean(float(np.interp(reach.step, run.iterations, value(run))) for run in group.runs) or None
 
 
 def _baseline(groups: Sequence[Group], wanted: str | None) -> int:
@@ -323,9 +312,9 @@ def _ending(group: Group, value: OfRun) -> Estimate:
     return Estimate.of([last_known(column) for column in values], last, _seeds(group))
 
 
-def _mean_known(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    return fmean(known) if known else None
+def _mean_known(values: Iterable[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return fmean(known) if known else math.nan
 
 
 def _throughput(run: Run) -> float:
@@ -348,19 +337,22 @@ def _references(rows: Sequence[Row], freeze_step: int | None) -> list[Reference]
     references = []
     for optimizer, label in _REFERENCES.items():
         own = [row for row in rows if row.group.first.optimizer == optimizer]
-        measured = [row for row in own if row.bits and not any(map(never_left_full, row.group.runs))]
-        if measured and measured[0].bits:
+        measured = [row for row in own if row.bits > 0 and not any(map(never_left_full, row.group.runs))]
+        if measured:
             references.append(Reference(label, measured[0].bits, measured[0].rounds_per_step, True))
             continue
         exchanging = [run for row in rows for run in row.group.runs if (run.replicas or 1) > 1]
-        bits = _computed_bits(exchanging[0], optimizer, freeze_step) if exchanging else None
-        if bits is not None:
+        bits = _computed_bits(exchanging[0], optimizer, freeze_step) if exchanging else math.nan
+        if math.isfinite(bits):
             references.append(Reference(label, bits, 1.0, False))
     return references
 
 
-def _computed_bits(run: Run, optimizer: str, freeze_step: int | None) -> float | None:
-    """Bits per parameter and step that a replica of a run would send with another optimizer, without padding."""
+def _computed_bits(run: Run, optimizer: str, freeze_step: int | None) -> float:
+    """Bits per parameter and step that a replica of a run would send with another optimizer, without padding.
+
+    NaN for 1-bit Adam without ``freeze_step``.
+    """
     assert run.replicas is not None
     sizes = (run.replicas * run.block_size,)
     wire = Wire(parameter_sizes=sizes, replicas=run.replicas, block_size=run.block_size)
@@ -368,8 +360,8 @@ def _computed_bits(run: Run, optimizer: str, freeze_step: int | None) -> float |
     try:
         steps = max(1, run.last_iteration)
         sent = traffic(config, train_iters=steps, precision="fp32" if run.gradient_bytes == 4 else "bf16", wire=wire)
-    except UserError:  # one_bit_adam without freeze_step
-        return None
+    except UserError:
+        return math.nan
     return float(sent.bits_per_parameter.mean())
 
 
@@ -388,27 +380,27 @@ def table(summary: Summary) -> list[list[str]]:
         ["held-out loss", *(_show_loss(row.held_out_loss, row.group) for row in rows)],
         ["gap", *("baseline" if row is base else _show_gap(row.gap, "+") for row in rows)],
         ["steps to loss", *map(_show_steps, rows)],
-        ["time to loss", *(_known(row.seconds_to_target, format_duration) for row in rows)],
+        ["time to loss", *(_known(row.reach.seconds, format_duration) for row in rows)],
         ["speed-up", *(_known(row.speed_up, "{:.2f}x".format) for row in rows)],
-        ["sent to loss", *(_known(row.bytes_to_target, format_bytes) for row in rows)],
-        ["sent", *(_known(row.bytes_sent or None, format_bytes) for row in rows)],
+        ["sent to loss", *(_known(row.reach.bytes_sent, format_bytes) for row in rows)],
+        ["sent", *(_known(row.bytes_sent or math.nan, format_bytes) for row in rows)],
         ["bits/param/step", *(_known(row.bits, "{:.3g}".format) for row in rows)],
-        ["rounds", *(_known(row.rounds or None, "{:,.0f}".format) for row in rows)],
+        ["rounds", *(_known(row.rounds or math.nan, "{:,.0f}".format) for row in rows)],
         ["tokens/s", *(_known(row.tokens_per_second, format_count) for row in rows)],
         ["MFU", *(_known(row.mfu, "{:.1%}".format) for row in rows)],
         ["compute", *(_known(row.compute_share, "{:.0%}".format) for row in rows)],
     ]
     for of in summary.references:
-        shares = (None if row.bits is None else row.bits / of.bits for row in rows)
+        shares = (row.bits / of.bits for row in rows)
         lines.append([f"volume vs {of.name}", *(_known(share, "{:.3f}".format) for share in shares)])
     for of in summary.references:
-        shares = (row.rounds_per_step / of.rounds if of.rounds and row.rounds else None for row in rows)
+        shares = (row.rounds_per_step / of.rounds if of.rounds and row.rounds else math.nan for row in rows)
         lines.append([f"rounds vs {of.name}", *(_known(share, "{:.3f}".format) for share in shares)])
     return [["", *(row.group.label for row in rows)], *(line for line in lines if any(line[1:]))]
 
 
-def _known(value: float | None, show: Callable[[float], str]) -> str:
-    return "" if value is None or math.isnan(value) else show(value)
+def _known(value: float, show: Callable[[float], str]) -> str:
+    return "" if math.isnan(value) else show(value)
 
 
 def _show_loss(loss: Estimate, group: Group) -> str:
@@ -417,15 +409,13 @@ def _show_loss(loss: Estimate, group: Group) -> str:
     return f"{loss.mean:.4f}" + _known(loss.spread, " ± {:.4f}".format)
 
 
-def _show_gap(gap: Difference | None, sign: str = "") -> str:
+def _show_gap(gap: Difference, sign: str = "") -> str:
     """A gap as text, with its standard error if it has one."""
-    if gap is None:
-        return ""
-    return f"{gap.value:{sign}.4f}" + _known(gap.error, " ± {:.4f}".format)
+    return _known(gap.value, f"{{:{sign}.4f}}".format) + _known(gap.error, " ± {:.4f}".format)
 
 
 def _show_steps(row: Row) -> str:
-    if row.reach is None:
+    if math.isnan(row.reach.step):
         return "not reached" if row.has_loss else ""
     return ("≤ " if row.reach.is_bound else "") + f"{row.reach.step:,.0f}"
 
@@ -440,111 +430,95 @@ _SAME_SHARE = 0.01  # smaller relative differences of times and bytes are not re
 def answers(summary: Summary) -> list[str]:
     """Conclusions in sentences, followed by caveats."""
     rows = [row for row in summary.rows if not row.group.has_diverged]
+    diverged = [row for row in summary.rows if row.group.has_diverged]
     if not rows:
-        return [f"{_join(map(_name, summary.rows))} diverged: there is no loss to compare."]
-    found = []
+        return [f"{_names(diverged)} diverged: there is no loss to compare."]
+    found = [_about_target(summary, rows), _about_end(summary, rows), _about_traffic(summary, rows)]
+    single = [row for row in rows if len(row.group.runs) == 1]
     if len(rows) == 1:
-        what = "only group of runs that did not diverge" if len(summary.rows) > 1 else "only group of runs here"
-        found.append(f"{_name(rows[0])} is the {what}, so that there is nothing to compare its losses with.")
-    found += [_about_target(summary, rows), _about_end(summary, rows), _about_traffic(summary, rows)]
-    if len(rows) > 1:
-        single = [row for row in rows if len(row.group.runs) == 1]
-        if len(single) == len(rows):
-            found.append("One run each: how far seeds spread is not known.")
-        elif single:
-            found.append(f"One run of {_join(map(_name, single))}: how far seeds spread there is not known.")
-        diverged = [row for row in summary.rows if row.group.has_diverged]
-        if diverged:
-            verb = "is" if len(diverged) == 1 else "are"
-            found.append(f"{_join(map(_name, diverged))} diverged and {verb} left out of this.")
+        what = "only group of runs that did not diverge" if diverged else "only group of runs here"
+        found.insert(0, f"{_names(rows)} is the {what}, so that there is nothing to compare its losses with.")
+    elif len(single) == len(rows):
+        found.append("One run each: how far seeds spread is not known.")
+    elif single:
+        found.append(f"One run of {_names(single)}: how far seeds spread there is not known.")
+    if diverged and len(rows) > 1:
+        found.append(f"{_names(diverged)} diverged and {'is' if len(diverged) == 1 else 'are'} left out of this.")
     as_adam = ": it exchanged no bits, but full gradients as Adam does"
     for mark, consequence in ((NEVER_LEFT_FULL, as_adam), (NEVER_FROZE, "")):
         marked = [row for row in rows if any(mark in text for text in row.group.marks)]
-        if marked:
-            found.append(f"{_join(map(_name, marked))} {mark}{consequence}.")
+        found.append(f"{_names(marked)} {mark}{consequence}." if marked else "")
     return [sentence for sentence in found if sentence]
 
 
 def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
     """Which group reached the target loss first, by time, or by steps if times are not comparable."""
-    if summary.target is None:
-        return ""
-    loss = f"a {summary.target_kind} loss of {summary.target:.4f}"
     known = [row for row in rows if row.has_loss]
-    reached = [row for row in known if row.reach is not None]
+    reached = [row for row in known if math.isfinite(row.reach.step)]
+    loss = f"a {summary.target_kind} loss of {summary.target:.4f}"
+    if len(reached) < len(known) and any(len(row.group.runs) > 1 for row in known):
+        loss += " (mean over seeds)"
     if not reached:
-        means = " (means of seeds)" if any(len(row.group.runs) > 1 for row in known) else ""
-        return f"None of the runs{means} reached {loss}." if known else ""
-    by_time = summary.times_compare and all(row.seconds_to_target for row in reached)
+        return f"None of the runs reached {loss}." if known else ""
+    by_time = summary.times_compare and all(math.isfinite(row.reach.seconds) for row in reached)
 
     def value(row: Row) -> float:
-        return (row.seconds_to_target if by_time else row.steps_to_target) or 0.0
+        return row.reach.seconds if by_time else row.reach.step
 
     def show(row: Row) -> str:
-        bound = "at most " if row.reach is not None and row.reach.is_bound else ""
+        bound = "at most " if row.reach.is_bound else ""
         return bound + (format_duration(value(row)) if by_time else f"{value(row):,.0f} steps")
 
     def is_later(row: Row, best: Row) -> bool:
-        assert row.reach is not None and best.reach is not None
         if row.reach.is_bound or not best.reach.by_all:
             return False
-        later, sooner = (reach.seconds if by_time else reach.steps for reach in (row.reach, best.reach))
+        later, sooner = (one.seconds_of_seeds if by_time else one.steps_of_seeds for one in (row.reach, best.reach))
         return _is_higher(later.above(sooner), _SAME_SHARE * value(best), len(reached))
 
     best, tied, later = _ranked(reached, value, is_later)
-    name = _name(best)
-    ratios = ((_name(row), _factor(value(row) / value(best))) for row in later)
-    took = _list(ratios, f"{{}} took {{}} times as {'long' if by_time else 'many steps'}", "{} {}")
-    if len(reached) == 1:
-        parts = [f"{_mean(best) if len(rows) > 1 else 'It'} reached {loss} after {show(best)}"]
-    elif not tied:
-        parts = [f"{name} reached {loss} first, after {show(best)}", took]
-    elif later:
-        others = _join(f"{_name(row)} ({show(row)})" for row in tied)
-        parts = [f"{name} reached {loss} after {show(best)}", took, f"{name} cannot be told apart from {others}"]
-    else:
-        after = _join(f"{_name(row)} after {show(row)}" for row in (best, *tied))
-        why = "" if best.reach is not None and best.reach.by_all else f" (not every seed of {name} comes to it)"
-        parts = [f"Who reached {loss} first cannot be told{why}: {after}"]
-    parts += [f"{_mean(row)} did not reach it in {row.steps:,} steps" for row in known if row.reach is None]
-    text = "; ".join(parts) + "."
-    if len(reached) > 1 and not summary.times_compare:
-        text += " Times are not compared: hardware or precision differ."
-    return text
+    first = " first," if later and not tied else ""
+    ratios = [(row, _factor(value(row) / value(best))) for row in later if value(best) > 0]
+    text = _sentence(
+        f"{_name(best)} reached {loss}{first} after {show(best)}",
+        _list(ratios, f"took {{}} times as {'long' if by_time else 'many steps'}"),
+        _list([(row, f"after {show(row)}") for row in tied], before="not significantly later: "),
+        f"not every seed of {_name(best)} reached it" if tied and not best.reach.by_all else "",
+        *(f"{_name(row)} did not reach it in {row.steps:,} steps" for row in known if math.isnan(row.reach.step)),
+    )
+    different = len(reached) > 1 and not summary.times_compare
+    return text + (" Times are not compared: hardware or precision differ." if different else "")
 
 
 def _about_end(summary: Summary, rows: Sequence[Row]) -> str:
     """Which group has the lowest final loss, and by how much."""
     known = [row for row in rows if row.final_loss.is_known]
+    unknown = [row for row in rows if not row.final_loss.is_known]
     if not known:
         return "No loss is known."
     if not summary.final_kind:
         return "Final losses are not compared: the runs do not have one at the same step."
-    unknown = [row for row in rows if not row.final_loss.is_known]
-    lacking = f" Of {_join(map(_name, unknown))} no loss is known." if unknown else ""
 
     def is_higher(row: Row, best: Row) -> bool:
         return _is_higher(row.final_loss.above(best.final_loss), _SAME_LOSS, len(known))
 
+    def gap(row: Row) -> str:
+        return _show_gap(row.final_loss.above(best.final_loss))
+
     best, tied, higher = _ranked(known, lambda row: row.final_loss.mean, is_higher)
-    name, loss = _name(best), f"{summary.final_kind} loss of {best.final_loss.mean:.4f}"
-    if len(known) == 1:
-        return f"{_it(best, rows)} ended at a {loss}.{lacking}"
-    gaps = [(_name(row), _show_gap(row.final_loss.above(best.final_loss))) for row in higher or tied]
-    ended = _list(gaps, "{} ended {} higher", "{} {}")
-    if not tied:
-        text = f"{name} ended lowest, at a {loss}: {ended}"
-    elif higher:
-        others = _join(f"{_name(row)} ({_show_gap(row.final_loss.above(best.final_loss))} higher)" for row in tied)
-        text = f"{name} ended at a {loss}: {ended}; {name} cannot be told apart from {others}"
-    else:
-        text = f"Who ended lower cannot be told: {name} ended at a {loss}, {ended}"
-    return text + (" (± standard error)." if "±" in text else ".") + lacking
+    lowest = " lowest," if higher and not tied else ""
+    return _sentence(
+        f"{_name(best)} ended{lowest} at a {summary.final_kind} loss of {best.final_loss.mean:.4f}",
+        _list([(row, gap(row)) for row in higher], "ended {} higher"),
+        _list([(row, f"by {gap(row)}") for row in tied], before="not significantly higher: "),
+        f"no loss is known of {_names(unknown)}" if unknown else "",
+        "± is the standard error" if any("±" in gap(row) for row in (*tied, *higher)) else "",
+    )
 
 
 def _about_traffic(summary: Summary, rows: Sequence[Row]) -> str:
     """Which group sent least per step, and by what factor; per step, so that runs may differ in length."""
     sent = [row for row in rows if row.bytes_per_step > 0]
+    silent = [row for row in rows if not row.bytes_per_step > 0]
     if not sent:
         are_alone = all(run.replicas == 1 for row in rows for run in row.group.runs)
         return "Nothing was sent: each run has one replica." if are_alone else ""
@@ -553,22 +527,22 @@ def _about_traffic(summary: Summary, rows: Sequence[Row]) -> str:
         return row.bytes_per_step > (1 + _SAME_SHARE) * best.bytes_per_step
 
     best, tied, more = _ranked(sent, lambda row: row.bytes_per_step, is_more)
-    amount = f"{format_bytes(best.bytes_per_step)} a step"
-    less = [(_name(row), _factor(row.bytes_per_step / best.bytes_per_step)) for row in more]
-    if best.bits:
-        amount = f"{best.bits:.3g} bits per parameter and step"
-        less += [
-            (f"{of.name} would (computed)", _factor(of.bits / best.bits))
+    least = " least," if more else " the same," if tied else ""
+    amount = (
+        f"{best.bits:.3g} bits per parameter and step"
+        if best.bits > 0
+        else f"{format_bytes(best.bytes_per_step)} a step"
+    )
+    return _sentence(
+        f"{_names([best, *tied])} sent{least} {amount}",
+        _list([(row, _factor(row.bytes_per_step / best.bytes_per_step)) for row in more], "sent {} times as much"),
+        *(
+            f"{of.name} would send {_factor(of.bits / best.bits)} times as much (computed)"
             for of in summary.references
-            if not of.is_measured and of.bits > (1 + _SAME_SHARE) * best.bits
-        ]
-    than = ": " + _list(less, "{1} times less than {0}", "{1} less than {0}") if less else ""
-    silent = [row for row in rows if not row.bytes_per_step > 0]
-    lacking = f" Nothing sent is recorded of {_join(map(_name, silent))}." if silent else ""
-    if len(sent) == 1:
-        return f"{_it(best, rows)} sent {amount}{than}.{lacking}"
-    word = "sent least" if more else "sent the same"
-    return f"{_join(map(_name, (best, *tied)))} {word}, {amount}{than}.{lacking}"
+            if not of.is_measured and best.bits > 0 and of.bits > (1 + _SAME_SHARE) * best.bits
+        ),
+        f"nothing sent is recorded of {_names(silent)}" if silent else "",
+    )
 
 
 def _ranked(
@@ -595,21 +569,24 @@ def _name(row: Row) -> str:
     return f"{name} ({rest})" if rest else name
 
 
-def _mean(row: Row) -> str:
-    return _name(row) if len(row.group.runs) == 1 else f"{_name(row)} (mean of its seeds)"
-
-
-def _it(row: Row, rows: Sequence[Row]) -> str:
-    return "It" if len(rows) == 1 else _name(row)
+def _names(rows: Iterable[Row]) -> str:
+    return _join(map(_name, rows))
 
 
 def _factor(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 20 else f"{ratio:,.0f}"
 
 
-def _list(items: Iterable[tuple[str, str]], first: str, others: str) -> str:
-    """Pairs (name, value) in words, the first by another template: A took 2 times as long, B 3 and C 4."""
-    return _join((first if number == 0 else others).format(*item) for number, item in enumerate(items))
+def _list(items: Sequence[tuple[Row, str]], predicate: str = "{}", before: str = "") -> str:
+    """Rows and values in words, with the predicate only once: A took 2 times as long, B 3 and C 4; "" for no rows."""
+    parts = [
+        f"{_name(row)} {value if number else predicate.format(value)}" for number, (row, value) in enumerate(items)
+    ]
+    return before + _join(parts) if parts else ""
+
+
+def _sentence(*parts: str) -> str:
+    return "; ".join(filter(None, parts)) + "."
 
 
 def _join(texts: Iterable[str]) -> str:

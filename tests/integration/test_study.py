@@ -92,7 +92,7 @@ def test_the_page_tells_what_the_records_say(study: Any, tmp_path: Path, monkeyp
     )
     study.main()
     text = (tmp_path / "docs" / "study.md").read_text()
-    assert "* Adam ended lowest" in text and "4.0 times less than 1-bit Adam and 21 less than Adam" in text
+    assert "* Adam ended lowest" in text and "1-bit Adam sent 4.0 times as much and Adam 21." in text
     assert "| GPT-2 | 9 |" in text and "| 0/1 Adam | 3.1000 |" in text and "ResNet-18" in text
     figures = [line.split("](")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]
     assert len(figures) == 4 and all((tmp_path / "docs" / figure).read_text().startswith("<?xml") for figure in figures)

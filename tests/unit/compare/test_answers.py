@@ -63,8 +63,8 @@ def test_one_run_each(family: Family) -> None:
     assert family.say() == (
         "0/1 Adam reached a held-out loss of 2.6140 first, after 16.1 s; Adam took 2.3 times as long and 1-bit Adam "
         "3.1. "
-        "Adam ended lowest, at a held-out loss of 2.3140: 0/1 Adam ended 0.1000 higher and 1-bit Adam 0.3000. "
-        "0/1 Adam sent least, 2 bits per parameter and step: 4.0 times less than 1-bit Adam and 24 less than Adam. "
+        "Adam ended lowest, at a held-out loss of 2.3140; 0/1 Adam ended 0.1000 higher and 1-bit Adam 0.3000. "
+        "0/1 Adam sent least, 2 bits per parameter and step; 1-bit Adam sent 4.0 times as much and Adam 24. "
         "One run each: how far seeds spread is not known. 0/1 Adam never froze the second moment."
     )
 
@@ -73,25 +73,30 @@ def test_seeds_that_tell_it(family: Family) -> None:
     family.seeds("adam")
     family.seeds("zero_one_adam", worse=0.2, seconds=0.1)
     said = family.say()
-    assert "0/1 Adam reached a held-out loss of 2.5340 first" in said and "cannot be told" not in said
-    assert "Adam ended lowest, at a held-out loss of 2.3240: 0/1 Adam ended 0.2000 ± 0.0082 higher (± standard" in said
+    assert "0/1 Adam reached a held-out loss of 2.5340 first" in said
+    assert "Adam ended lowest, at a held-out loss of 2.3240; 0/1 Adam ended 0.2000 ± 0.0082 higher; ± is the" in said
+    assert "not significantly" not in said
 
 
 def test_seeds_that_do_not_tell_it(family: Family) -> None:
     family.seeds("adam", spread=0.1)
     family.seeds("sgdm", spread=0.1, worse=0.05)
     said = family.say()
-    assert "Who reached a held-out loss of 2.5640 first cannot be told: Adam after " in said
-    assert "Who ended lower cannot be told: Adam ended at a held-out loss of 2.4140, SGD" in said
-    assert "ended 0.0500 ± 0.0816 higher (± standard error)." in said and "lowest" not in said
-    assert "first cannot be told (not every seed of Adam comes to it): " in family.say(target=2.47)
+    assert "Adam reached a held-out loss of 2.5640 after " in said and "first" not in said
+    assert "; not significantly later: SGD with momentum after " in said and "lowest" not in said
+    assert (
+        "Adam ended at a held-out loss of 2.4140; not significantly higher: SGD with momentum by 0.0500 ± 0.0816; ± is "
+        "the standard error." in said
+    )
+    assert "; not every seed of Adam reached it." in family.say(target=2.47)
+    assert family.say(target=1.0).startswith("None of the runs reached a held-out loss of 1.0000 (mean over seeds).")
 
 
 def test_the_same_seeds_are_compared_in_pairs(family: Family) -> None:
     family.seeds("adam", spread=0.1, first=0)
     family.seeds("sgdm", spread=0.11, worse=0.05, first=0)  # less than the spread of seeds, above Adam with each seed
     said = family.say()
-    assert "Adam ended lowest" in said and "ended 0.0600 ± 0.0058 higher (± standard error)" in said
+    assert "Adam ended lowest" in said and "ended 0.0600 ± 0.0058 higher; ± is the standard error" in said
 
 
 def test_some_can_be_told_from_the_lowest_and_some_cannot(family: Family) -> None:
@@ -99,8 +104,8 @@ def test_some_can_be_told_from_the_lowest_and_some_cannot(family: Family) -> Non
     family.seeds("sgdm", worse=0.01)
     family.seeds("one_bit_adam", worse=1.0, seconds=2.0)
     said = family.say()
-    assert "1-bit Adam took" in said and "; Adam cannot be told apart from SGD with momentum (" in said
-    assert "1-bit Adam ended 1.0000 ± 0.0082 higher; Adam cannot be told apart from SGD with momentum (0.0100" in said
+    assert "1-bit Adam took" in said and "; not significantly later: SGD with momentum after " in said
+    assert "1-bit Adam ended 1.0000 ± 0.0082 higher; not significantly higher: SGD with momentum by 0.0100" in said
 
 
 def test_more_comparisons_ask_for_more_evidence(family: Family) -> None:
@@ -109,7 +114,7 @@ def test_more_comparisons_ask_for_more_evidence(family: Family) -> None:
     assert "Adam ended lowest" in family.say()
     for optimizer in ("one_bit_adam", "zero_one_adam", "bin_sgdm"):
         family.seeds(optimizer, worse=2.0)
-    assert "Adam cannot be told apart from SGD with momentum (0.0300" in family.say()
+    assert "not significantly higher: SGD with momentum by 0.0300" in family.say()
 
 
 def test_a_group_of_one_run_among_seeds(family: Family) -> None:
@@ -117,7 +122,7 @@ def test_a_group_of_one_run_among_seeds(family: Family) -> None:
     family.add("sgdm", worse=0.2)
     said = family.say()
     assert (
-        "Who ended lower cannot be told" in said
+        "not significantly higher: SGD with momentum by 0.1" in said
         and "One run of SGD with momentum: how far seeds spread there is not known." in said
     )
 
@@ -126,8 +131,8 @@ def test_equal_runs_are_not_ranked(family: Family) -> None:
     family.add("adam")
     family.add("bin_sgdm", lines(optimizer="adam"))
     said = family.say()
-    assert "Who reached a held-out loss of 2.3140 first cannot be told: " in said
-    assert "Who ended lower cannot be told" in said
+    assert "Adam reached a held-out loss of 2.3140 after 50.0 s; not significantly later: BinSGDM after 50.0 s." in said
+    assert "Adam ended at a held-out loss of 2.3140; not significantly higher: BinSGDM by 0.0000." in said
     assert "Adam and BinSGDM sent the same, 48 bits per parameter and step." in said
 
 
@@ -135,8 +140,8 @@ def test_one_group(family: Family) -> None:
     family.add("zero_one_adam")
     assert family.say() == (
         "0/1 Adam is the only group of runs here, so that there is nothing to compare its losses with. "
-        "It reached a held-out loss of 2.3140 after 50.0 s. It ended at a held-out loss of 2.3140. "
-        "It sent 2 bits per parameter and step: 24 times less than Adam would (computed). "
+        "0/1 Adam reached a held-out loss of 2.3140 after 50.0 s. 0/1 Adam ended at a held-out loss of 2.3140. "
+        "0/1 Adam sent 2 bits per parameter and step; Adam would send 24 times as much (computed). "
         "0/1 Adam never froze the second moment."
     )
 
@@ -177,7 +182,14 @@ def test_below_the_target_where_it_was_first_measured(family: Family) -> None:
     family.add("adam", [line(step, eval_loss=loss) for step, loss in ((50, 2.0), (100, 1.5), (150, 1.4))])
     family.add("sgdm", [line(step, eval_loss=loss) for step, loss in ((10, 3.0), (20, 2.4), (150, 1.6))])
     # Adam may have reached it long before its first evaluation; SGD with momentum reaches it at step 18
-    assert "cannot be told: SGD with momentum after 9.2 s and Adam after at most 25.0 s." in family.say(target=2.5)
+    said = family.say(target=2.5)
+    assert "2.5000 after 9.2 s; not significantly later: Adam after at most 25.0 s." in said
+
+
+def test_a_target_that_is_reached_at_step_0(family: Family) -> None:
+    family.add("adam", [line(step, eval_loss=loss) for step, loss in ((0, 2.0), (100, 1.5))])
+    family.add("sgdm", [line(step, eval_loss=loss) for step, loss in ((10, 3.0), (20, 2.4), (100, 1.6))])
+    assert family.say(target=2.5).startswith("Adam reached a held-out loss of 2.5000 first, after at most 0 steps. ")
 
 
 def test_steps_where_times_do_not_compare(family: Family) -> None:
@@ -200,8 +212,8 @@ def test_what_is_not_known(family: Family) -> None:
     family.add("adam", [line(step, comm_bytes=100, comm_rounds=1) for step in range(5, 101, 5)])
     family.add("sgdm", [{"iteration": 100, "consumed_samples": 800}])
     said = family.say()
-    assert "Adam ended at a training loss of 2." in said and "Of SGD with momentum no loss is known." in said
-    assert "Adam sent 20 B a step" in said and "Nothing sent is recorded of SGD with momentum." in said
+    assert "Adam ended at a training loss of 2." in said and "; no loss is known of SGD with momentum." in said
+    assert "Adam sent 20 B a step; nothing sent is recorded of SGD with momentum." in said
     assert family_of(family, 1).say().endswith("No loss is known.")
 
 

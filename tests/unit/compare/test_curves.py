@@ -39,10 +39,10 @@ def test_seeds_with_other_places_are_interpolated() -> None:
 def test_curves_without_points() -> None:
     empty = np.zeros(0)
     assert mean_curve([(empty, empty)]).is_empty and mean_curve([]).is_empty
-    assert first_reached(mean_curve([]), 1.0) is None
+    assert np.isnan(first_reached(mean_curve([]), 1.0))
 
 
 def test_a_loss_is_reached_between_points() -> None:
     curve = mean_curve([(np.array([0.0, 10.0, 20.0]), np.array([4.0, 2.0, 3.0]))])
     assert first_reached(curve, 3.0) == pytest.approx(5.0)
-    assert first_reached(curve, 5.0) == 0.0 and first_reached(curve, 1.0) is None
+    assert first_reached(curve, 5.0) == 0.0 and np.isnan(first_reached(curve, 1.0))
