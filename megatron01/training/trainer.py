@@ -418,12 +418,10 @@ class Trainer:
     def _check_ownership(self, stop: StopRequest) -> None:
         """If the job has lost ownership of a folder: stop with a checkpoint, or without ``--save`` warn and go on."""
         lost = self.folders.lost
-        if lost is None or self._has_lost_folder:
-            return
-        self._has_lost_folder = True
         if self.config.checkpoint.save is not None:
             stop.ask(lost)
-        else:
+        elif lost is not None and not self._has_lost_folder:
+            self._has_lost_folder = True
             self.recorder.print(f"WARNING: {lost}; lines since are lost, and training goes on, as it saves nothing")
 
     def _is_due(self, interval: int) -> bool:
