@@ -7,7 +7,7 @@ YAML file. Every value is checked before anything is built: alone in its group, 
 """
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig, TokenizerType
-from megatron01.config.optimizer import FusedKernels, LRDecayStyle, OptimizerConfig
+from megatron01.config.optimizer import FusedKernels, OptimizerConfig
 from megatron01.config.pretrain import (
     BertModelConfig,
     BertPretrainConfig,
@@ -36,7 +36,6 @@ __all__ = [
     "GPTModelConfig",
     "GPTPretrainConfig",
     "HealthConfig",
-    "LRDecayStyle",
     "LoggingConfig",
     "ModelConfig",
     "OptimizerConfig",

@@ -4,9 +4,8 @@ Flags and YAML files both hand over text; the declared type of a setting alone d
 ``1e-4`` is a number and ``no`` may be a name, whatever YAML 1.1 makes of them, and both sources report mistakes in the
 same words.
 
-Why not tyro: it would replace the 75 lines in ``command_line`` that hand settings to argparse, and nothing here, as
-files and checkpoints need keys, types and conversion without a command line. It takes 90 ms for a command line in place
-of 14, reports a mistake as a box of several lines, and reads neither ``1e6`` as a whole number nor ``none``.
+Why not tyro: it would replace the 75 lines in ``command_line`` that hand settings to argparse, but nothing here; it
+reports a mistake as a box of several lines, and reads neither ``1e6`` as a whole number nor ``none``.
 """
 
 from __future__ import annotations

@@ -68,6 +68,7 @@ class MemoryCheck:
         """
         if self._free is None:
             return
+        on_gpu = self._group.device.type == "cuda"
         shapes = shard_shapes(model, num_shards)
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         sizes = tuple(shape.numel() for name, shape in shapes.items() if name in trained)
@@ -76,32 +77,30 @@ class MemoryCheck:
         gradients = itemsize * sum(sizes)
         if optimizer_is_known:
             what = f"weights, gradients, the state of {config.optimizer.optimizer} and its exchange"
-            needed = frozen + self._with_optimizer(config, sizes, gradients)
+            nodes = len(self._group.nodes)
+            in_fp32 = accumulates_in_fp32(config, self._micro_batches)
+            trained_bytes = memory(
+                config,
+                nodes=nodes,
+                processes_per_node=max(1, self._tp_ranks.num_replicas // nodes),
+                parameter_sizes=sizes,
+                # 16-bit gradients that are summed in fp32 are freed one by one
+                passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, without_gradients=0),
+                on_gpu=on_gpu,
+                sums_in_fp32=in_fp32,
+                plain_torch=on_gpu and not triton_serves(self._group.device),
+            ).total
         else:
-            what, needed = "weights and gradients", frozen + 2 * gradients
+            what, trained_bytes = "weights and gradients", 2 * gradients
+        needed = frozen + trained_bytes
         if needed > self._free:
-            where = "its GPU" if self._group.device.type == "cuda" else "its share of the machine's memory"
+            where = "its GPU" if on_gpu else "its share of the machine's memory"
             raise UserError(
                 f"training needs {format_bytes(needed)} for {what}, but {where} has {format_bytes(self._free)} left:"
                 f" {format_bytes(needed - self._free)} too little; give --tensor-model-parallel-size, --shard-optimizer"
                 " where several processes share a node, or a smaller model (megatron01 plan --memory tells what it"
                 " needs)"
             )
-
-    def _with_optimizer(self, config: PretrainConfig, sizes: tuple[int, ...], gradients: int) -> int:
-        nodes = len(self._group.nodes)
-        in_fp32 = accumulates_in_fp32(config, self._micro_batches)
-        return memory(
-            config,
-            nodes=nodes,
-            processes_per_node=max(1, self._tp_ranks.num_replicas // nodes),
-            parameter_sizes=sizes,
-            # 16-bit gradients that are summed in fp32 are freed one by one
-            passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, without_gradients=0),
-            on_gpu=self._group.device.type == "cuda",
-            sums_in_fp32=in_fp32,
-            plain_torch=self._group.device.type == "cuda" and not triton_serves(self._group.device),
-        ).total
 
 
 def _free_bytes(device: torch.device, local_processes: int) -> int | None:
