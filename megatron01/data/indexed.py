@@ -37,7 +37,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, overload
@@ -214,8 +214,8 @@ def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[np.dtype[np.inte
         )
     if not start.startswith(MAGIC) or len(start) < HEADER.size:
         raise UserError(
-            f"{path} is not a Megatron index or is cut short: its first {len(start)} bytes start with {start[:9]!r},"
-            f" expected {HEADER.size} bytes or more that start with {MAGIC!r}"
+            f"{path} is not a Megatron index or is cut short: it has {index.size} bytes and starts with {start[:9]!r},"
+            f" expected {HEADER.size} or more that start with {MAGIC!r}; copy it again"
         )
     _, version, code, num_sequences, document_index_length = HEADER.unpack(start)
     if version != VERSION:
@@ -237,14 +237,14 @@ def _read_header(path: Path, index: NDArray[np.uint8]) -> tuple[np.dtype[np.inte
 _ROWS_PER_WRITE = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass
 class BuilderState:
-    """How much of a pair is flushed to disk; plain numbers, for JSON."""
+    """How much of a pair is written; plain numbers, for JSON."""
 
     num_sequences: int = 0
     num_documents: int = 0
     num_tokens: int = 0
-    checksum: int = 0
+    checksum: int = 0  # CRC-32 of ``.bin`` so far
 
 
 class IndexedDatasetBuilder:
@@ -260,8 +260,7 @@ class IndexedDatasetBuilder:
         resume_from: what an earlier builder's ``checkpoint`` returned. Whatever it wrote after that is dropped.
 
     Attributes:
-        num_sequences, num_documents, num_tokens: what was added so far.
-        checksum: CRC-32 of ``.bin`` so far.
+        written: what was added so far.
 
     Raises:
         UserError: if the folder cannot be written, if another process is writing the same pair, or if the files of
@@ -282,7 +281,7 @@ class IndexedDatasetBuilder:
             raise ValueError(f"tokens of type {np.dtype(dtype)} cannot be stored; expected one of {TOKEN_DTYPES}")
         self._code = codes[0]
         self._keep_partial = resume_from is not None
-        state = BuilderState() if resume_from is None else resume_from
+        self.written = state = BuilderState() if resume_from is None else replace(resume_from)
         # int32, tokens in each sequence; token ids; int64, first sequence of each document and the end of the last.
         # The lock of the first file keeps other processes away; it is closed last.
         num_bytes = {
@@ -296,8 +295,6 @@ class IndexedDatasetBuilder:
             for name in num_bytes:
                 self._files[name] = opened.enter_context(self._open(name, num_bytes[name]))
             opened.pop_all()  # ``suspend`` closes them from here on
-        self.num_sequences, self.num_documents = state.num_sequences, state.num_documents
-        self.num_tokens, self.checksum = state.num_tokens, state.checksum
 
     def add_sentence(self, tokens: ArrayLike) -> None:
         """Append one sequence of token ids, integers[n], to the current document."""
@@ -308,25 +305,25 @@ class IndexedDatasetBuilder:
 
     def end_document(self) -> None:
         """End the current document, which may hold no sequence."""
-        self._add_document_ends(np.array([self.num_sequences]))
+        self._add_document_ends(np.array([self.written.num_sequences]))
 
     def add_documents(
         self, tokens: NDArray[np.integer], sizes: NDArray[np.integer], sentences: NDArray[np.integer]
     ) -> None:
         """Append many whole documents at once: all token ids, tokens in each sequence, sequences in each document."""
         assert sizes.sum() == tokens.size and sentences.sum() == sizes.size
-        ends = self.num_sequences + np.cumsum(sentences, dtype=np.int64)
+        ends = self.written.num_sequences + np.cumsum(sentences, dtype=np.int64)
         self._add_sequences(tokens, sizes)
         self._add_document_ends(ends)
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Append all documents of another pair with tokens of the same type, in pieces of some megabytes."""
-        base = self.num_sequences
+        base = self.written.num_sequences
         for tokens in _pieces(dataset.tokens):
             self._write_tokens(tokens)
         for sizes in _pieces(dataset.sizes):
             self._write("sizes", sizes)
-        self.num_sequences += len(dataset)
+        self.written.num_sequences += len(dataset)
         for ends in _pieces(dataset.documents[1:]):
             self._add_document_ends(base + ends)
 
@@ -338,17 +335,19 @@ class IndexedDatasetBuilder:
             if not self._keep_partial:
                 sync_folder(bin_path(self.prefix).parent)
         self._keep_partial = True
-        return BuilderState(self.num_sequences, self.num_documents, self.num_tokens, self.checksum)
+        return replace(self.written)
 
     def finalize(self) -> None:
         """Write the index and rename both files to their final names; an open document is ended first."""
         sizes, documents = self._files["sizes"], self._files["documents"]
         with self._writing():
             documents.seek(-8, os.SEEK_END)
-            if self.num_sequences != int.from_bytes(documents.read(8), "little"):
+            if self.written.num_sequences != int.from_bytes(documents.read(8), "little"):
                 self.end_document()
             with open(self._partial("idx"), "wb") as index:
-                index.write(HEADER.pack(MAGIC, VERSION, self._code, self.num_sequences, self.num_documents + 1))
+                index.write(
+                    HEADER.pack(MAGIC, VERSION, self._code, self.written.num_sequences, self.written.num_documents + 1)
+                )
                 sizes.seek(0)
                 shutil.copyfileobj(sizes, index)
                 self._write_starts(index)
@@ -434,17 +433,17 @@ class IndexedDatasetBuilder:
             raise ValueError(f"a sequence of {int(sizes.max())} tokens is too long for {self.prefix}.idx")
         self._write_tokens(tokens.astype(self.dtype, copy=False))
         self._write("sizes", sizes.astype("<i4", copy=False))
-        self.num_sequences += sizes.size
+        self.written.num_sequences += sizes.size
 
     def _add_document_ends(self, ends: NDArray[np.integer]) -> None:
         """End a document after each of these numbers of sequences."""
         self._write("documents", ends.astype("<i8", copy=False))
-        self.num_documents += len(ends)
+        self.written.num_documents += len(ends)
 
     def _write_tokens(self, tokens: NDArray[np.integer]) -> None:
         self._write("bin", tokens)
-        self.checksum = zlib.crc32(np.ascontiguousarray(tokens).data, self.checksum)
-        self.num_tokens += tokens.size
+        self.written.checksum = zlib.crc32(np.ascontiguousarray(tokens).data, self.written.checksum)
+        self.written.num_tokens += tokens.size
 
     def _write(self, name: str, values: NDArray[np.integer]) -> None:
         with self._writing():
@@ -547,7 +546,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
             builder.add_dataset(dataset)
     merged = IndexedDataset(output_prefix)
     if origin is not None:
-        write_origin(output_prefix, origin | {"content": describe_content(merged, builder.checksum)})
+        write_origin(output_prefix, origin | {"content": describe_content(merged, builder.written.checksum)})
     return merged
 
 
@@ -573,7 +572,5 @@ def _common_origin(prefixes: Sequence[str]) -> Origin | None:
     merged: Origin = {"tokenizer": records[0]["tokenizer"]}
     merged |= {name: records[0][name] for name in _MUST_AGREE if name in records[0]}
     merged |= {name: sum(record[name] for record in records) for name in _ADDED_UP if all(name in r for r in records)}
-    left_out: Counter[str] = Counter()
-    for record in records:
-        left_out.update(record.get("left_out", {}))
+    left_out = sum((Counter(record.get("left_out", {})) for record in records), Counter[str]())
     return merged | {"left_out": dict(left_out), "merged_from": [Path(os.fspath(prefix)).name for prefix in prefixes]}

@@ -53,9 +53,8 @@ class PreprocessSummary:
     outputs: list[str] = field(default_factory=list)  # prefix of each pair written, the data_path of a training run
     level: str = "document"  # what a sequence is, or "sentence"
     documents: int = 0
-    sequences: Counter[str] = field(default_factory=Counter)  # per prefix, as tokens and unknown tokens such as [UNK]
-    tokens: Counter[str] = field(default_factory=Counter)
-    unknown: Counter[str] = field(default_factory=Counter)
+    written: dict[str, BuilderState] = field(default_factory=dict)  # per prefix
+    unknown: Counter[str] = field(default_factory=Counter)  # number of unknown tokens, such as [UNK], per prefix
     rejected: Counter[str] = field(default_factory=Counter)  # number of documents left out, by reason
     places: dict[str, list[str]] = field(default_factory=dict)  # source:line (or row, from 1) of the first few of them
     num_bytes: int = 0  # of text, decompressed
@@ -66,10 +65,10 @@ class PreprocessSummary:
         rate = self.num_bytes / 1e6 / max(self.seconds, 1e-9)
         lines = [f"{self.documents} documents, {self.num_bytes / 1e6:.1f} MB in {self.seconds:.1f} s ({rate:.1f} MB/s)"]
         for prefix in self.outputs:
-            tokens, unknown = self.tokens[prefix], self.unknown[prefix]
+            written, unknown = self.written[prefix], self.unknown[prefix]
             lines.append(
-                f"{prefix}: {self.sequences[prefix]} {self.level}s, {tokens} tokens,"
-                f" {unknown} of them unknown ({unknown / max(tokens, 1):.2%})"
+                f"{prefix}: {written.num_sequences} {self.level}s, {written.num_tokens} tokens,"
+                f" {unknown} of them unknown ({unknown / max(written.num_tokens, 1):.2%})"
             )
         return "\n".join([*lines, *self.rejections()])
 
@@ -106,7 +105,6 @@ class RunRecord:
     position: Position = field(default_factory=Position)  # in the input, up to which everything is processed
     line: int = 0  # lines, or rows, before ``position`` in its source
     inputs: list[tuple[str, str | None]] = field(default_factory=list)  # name and stamp of the sources up to that one
-    builders: dict[str, BuilderState] = field(default_factory=dict)  # by prefix; empty before the first checkpoint
 
     @property
     def has_read_all(self) -> bool:
@@ -119,14 +117,14 @@ class RunRecord:
         try:
             record = json.loads(path.read_bytes())
             summary = record["summary"]
-            summary |= {name: Counter(summary[name]) for name in ("sequences", "tokens", "unknown", "rejected")}
+            summary |= {name: Counter(summary[name]) for name in ("unknown", "rejected")}
+            summary["written"] = {prefix: BuilderState(**state) for prefix, state in summary["written"].items()}
             return cls(
                 settings=record["settings"],
                 summary=PreprocessSummary(**summary),
                 position=Position(**record["position"]),
                 line=record["line"],
                 inputs=[(name, stamp) for name, stamp in record["inputs"]],
-                builders={prefix: BuilderState(**state) for prefix, state in record["builders"].items()},
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
@@ -187,7 +185,7 @@ class Progress:
         """Show the counts so far; ``done``: bytes on disk of the input read so far."""
         seconds = max(time.monotonic() - self._start, 1e-9)
         rate = (summary.num_bytes - self._bytes_before) / 1e6 / seconds
-        tokens = sum(summary.tokens.values())
+        tokens = sum(state.num_tokens for state in summary.written.values())
         text = f"{summary.documents} documents, {tokens} tokens, {rate:.1f} MB/s"
         if not self._bar.disable:
             self._bar.set_postfix_str(text, refresh=False)
@@ -281,8 +279,9 @@ class _Run:
             if self._is_complete(prefix):
                 IndexedDatasetBuilder(prefix, self._dtype).abort()  # removes what is left of its partial files
             else:
-                state = self._record.builders.get(prefix)
-                self._builders[prefix] = IndexedDatasetBuilder(prefix, self._dtype, resume_from=state)
+                state = self.summary.written.get(prefix)
+                builder = self._builders[prefix] = IndexedDatasetBuilder(prefix, self._dtype, resume_from=state)
+                self.summary.written[prefix] = builder.written
         self._is_consistent = True
 
     def encode(self) -> None:
@@ -338,7 +337,7 @@ class _Run:
         settings = json.loads(json.dumps(settings))  # the types that they have in a loaded record
         if not self._config.resume and self._record_path.exists():
             with suppress(UserError):  # a damaged record
-                for prefix in RunRecord.load(self._record_path).builders:  # this run may have other outputs
+                for prefix in RunRecord.load(self._record_path).summary.written:  # this run may have other outputs
                     IndexedDatasetBuilder(prefix, self._dtype).abort()
             self._record_path.unlink()
         if not self._record_path.exists():
@@ -353,7 +352,7 @@ class _Run:
 
     def _is_complete(self, prefix: str) -> bool:
         """True if an interrupted run had already renamed the output."""
-        state = self._record.builders.get(prefix)
+        state = self.summary.written.get(prefix)
         if not self._record.has_read_all or state is None or not idx_path(prefix).exists():
             return False
         if Path(f"{prefix}.bin.partial").exists():
@@ -373,8 +372,6 @@ class _Run:
         self._is_consistent = False
         for prefix, documents in zip(summary.outputs, encoded.columns, strict=True):
             self._builders[prefix].add_documents(documents.tokens, documents.sizes, documents.sentences)
-            summary.sequences[prefix] += len(documents.sizes)
-            summary.tokens[prefix] += len(documents.tokens)
             summary.unknown[prefix] += documents.num_unknown
         summary.documents += len(documents.sentences)
         summary.num_bytes += encoded.num_bytes
@@ -391,7 +388,8 @@ class _Run:
     def _save(self) -> None:
         """Flush the outputs to disk and save the record."""
         record = self._record
-        record.builders |= {prefix: builder.checkpoint() for prefix, builder in self._builders.items()}
+        for builder in self._builders.values():
+            builder.checkpoint()
         record.inputs = [(source.name, source.stamp) for source in self._sources[: record.position.source + 1]]
         with writing(self._record_path, "check the space left there"):
             write_atomically(self._record_path, json.dumps(vars(record), default=vars, indent=1))
@@ -400,6 +398,7 @@ class _Run:
     def _origin(self, prefix: str) -> Origin:
         """The origin of a pair: identifies the vocabulary and accounts for all documents."""
         config, summary = self._config, self.summary
+        written = summary.written[prefix]
         return {
             "tokenizer": {
                 "type": config.tokenizer_type,
@@ -410,11 +409,11 @@ class _Run:
             "split_sentences": config.split_sentences,
             "append_eod": config.append_eod,
             "documents": summary.documents,
-            "sequences": summary.sequences[prefix],
-            "tokens": summary.tokens[prefix],
+            "sequences": written.num_sequences,
+            "tokens": written.num_tokens,
             "unknown_tokens": summary.unknown[prefix],
             "left_out": dict(summary.rejected),
-            "content": describe_content(IndexedDataset(prefix), self._record.builders[prefix].checksum),
+            "content": describe_content(IndexedDataset(prefix), written.checksum),
         }
 
 

@@ -199,7 +199,7 @@ def test_checksum_of_the_builder_goes_on_after_an_interruption(tmp_path: Path) -
     builder.suspend()
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16, resume_from=state) as builder:
         builder.add_sentence([3])
-    assert builder.checksum == scan_tokens(IndexedDataset(tmp_path / "a")).checksum
+    assert builder.written.checksum == scan_tokens(IndexedDataset(tmp_path / "a")).checksum
 
 
 def test_inspection(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:

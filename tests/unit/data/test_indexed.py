@@ -110,7 +110,7 @@ def patch(offset: int, value: bytes) -> Callable[[bytes], bytes]:
         (".idx", patch(17, b"\x63"), "unknown type"),
         (".idx", patch(18, struct.pack("<Q", 2**62)), "its header describes"),
         (".idx", patch(26, struct.pack("<Q", 0)), "empty document index"),
-        (".idx", lambda content: content[:20], "is cut short: its first 20 bytes"),
+        (".idx", lambda content: content[:20], "is cut short: it has 20 bytes"),
         (".idx", lambda content: content[:-3], "its header describes"),
         (".idx", lambda content: content + b"\x00" * 5, "multimodal"),
         (".idx", lambda content: b"", "not a Megatron index"),

@@ -30,7 +30,7 @@ def test_more_than_two_to_the_31_tokens(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16, resume_from=state) as builder:
         builder.add_sentence([6, 7])
     dataset = IndexedDataset(tmp_path / "a")
-    assert dataset.tokens.size == builder.num_tokens == 2**31 + 6
+    assert dataset.tokens.size == builder.written.num_tokens == 2**31 + 6
     assert dataset.starts.tolist() == [0, 2**32 - 2, 2**32 + 8]
     assert dataset.documents.tolist() == [0, 1, 2, 3]
     assert dataset[1].tolist() == [1, 2, 3, 4, 5] and dataset[2].tolist() == [6, 7]

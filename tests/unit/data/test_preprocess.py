@@ -62,7 +62,7 @@ def test_gpt_output(tmp_path: Path, gpt2_tokenizer: Tokenizer) -> None:
     assert [gpt2_tokenizer.decode(document) for document in dataset] == [text + "<|endoftext|>" for text in TEXTS]
     assert dataset.documents.tolist() == [0, 1, 2, 3]
     assert summary.outputs == [dataset.prefix]
-    assert (summary.documents, summary.tokens[dataset.prefix]) == (3, len(dataset.tokens))
+    assert (summary.documents, summary.written[dataset.prefix].num_tokens) == (3, len(dataset.tokens))
     assert sorted(files(tmp_path / "out")) == [f"gpt_text_document.{end}" for end in ("bin", "idx", "json")]
 
 
@@ -168,7 +168,7 @@ def test_sentences_cut_beforehand(tmp_path: Path, bert_tokenizer: Tokenizer) -> 
 def test_unknown_tokens_are_counted(tmp_path: Path) -> None:
     summary = preprocess(bert_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(["a \u1234 b", "\u1234"]))))
     (prefix,) = summary.outputs
-    assert (summary.unknown[prefix], summary.tokens[prefix]) == (2, 4)
+    assert (summary.unknown[prefix], summary.written[prefix].num_tokens) == (2, 4)
     assert "2 sentences, 4 tokens, 2 of them unknown (50.00%)" in summary.report()
     assert json.loads(Path(f"{prefix}.json").read_bytes())["unknown_tokens"] == 2
 

@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from megatron01.data.indexed import BuilderState
 from megatron01.data.preprocessing import preprocess as progress_module
 from megatron01.data.preprocessing.preprocess import PreprocessSummary, Progress
 
@@ -24,9 +25,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def summary(documents: int, megabytes: float) -> PreprocessSummary:
-    made = PreprocessSummary(["a", "b"], documents=documents, num_bytes=int(megabytes * 1e6))
-    made.tokens.update(a=documents * 10, b=documents)
-    return made
+    written = {"a": BuilderState(num_tokens=documents * 10), "b": BuilderState(num_tokens=documents)}
+    return PreprocessSummary(["a", "b"], documents=documents, written=written, num_bytes=int(megabytes * 1e6))
 
 
 def test_lines(clock: list[float]) -> None:
