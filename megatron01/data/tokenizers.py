@@ -462,19 +462,22 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._processor.id_to_piece(token_id))
 
 
-_BERT_FILES = {"vocab_file": "the vocab.txt of a BERT model"}
+_BERT_FILES = {"vocab_file": ("the vocab.txt of a BERT model", "-vocab.txt")}
 _GPT2_FILES = {
-    "vocab_file": "the vocab.json of a GPT-2 model",
-    "merge_file": "the merges.txt that belongs to vocab_file",
+    "vocab_file": ("the vocab.json of a GPT-2 model", "-vocab.json"),
+    "merge_file": ("the merges.txt that belongs to vocab_file", "-merges.txt"),
 }
-_KINDS: dict[TokenizerType, tuple[dict[str, str], Callable[..., Tokenizer]]] = {
+_SENTENCEPIECE_FILES = {"tokenizer_model": ("the .model file of SentencePiece", ".model")}
+_JSON_FILES = {"tokenizer_model": ("a tokenizer.json or a folder with one", "-tokenizer.json")}
+TOKENIZERS: dict[TokenizerType, tuple[dict[str, tuple[str, str]], Callable[..., Tokenizer]]] = {
     "BertWordPieceLowerCase": (_BERT_FILES, partial(build_wordpiece, lower_case=True)),
     "BertWordPieceCase": (_BERT_FILES, partial(build_wordpiece, lower_case=False)),
     "GPT2BPETokenizer": (_GPT2_FILES, build_byte_level_bpe),
-    "SentencePieceTokenizer": ({"tokenizer_model": "the .model file of SentencePiece"}, SentencePieceTokenizer),
-    "HuggingFaceTokenizer": ({"tokenizer_model": "a tokenizer.json or a folder with one"}, build_tokenizer_json),
+    "SentencePieceTokenizer": (_SENTENCEPIECE_FILES, SentencePieceTokenizer),
+    "HuggingFaceTokenizer": (_JSON_FILES, build_tokenizer_json),
 }
-"""Per type: the settings it takes, each described for messages, and the builder that gets them in this order."""
+"""Per type: the settings that name its files, each with a description of the file and the end of its name where one is
+trained; and the builder that gets them in this order."""
 
 
 def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
@@ -484,11 +487,11 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
         UserError: if a file is missing or is not a vocabulary of the chosen type, or if a file is given that the type
             does not take.
     """
-    files, build = _KINDS[settings.tokenizer_type]
+    files, build = TOKENIZERS[settings.tokenizer_type]
     for setting in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(settings, setting)
         if setting in files and not path:
-            raise UserError(f"{setting} is not given; {settings.tokenizer_type} needs {files[setting]}")
+            raise UserError(f"{setting} is not given; {settings.tokenizer_type} needs {files[setting][0]}")
         if setting not in files and path:
             flag = "--" + setting.replace("_", "-")
             raise UserError(

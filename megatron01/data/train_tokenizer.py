@@ -25,6 +25,7 @@ from megatron01.data.tokenizers import (
     BERT_SPECIAL_TOKENS,
     CONTINUATION,
     END_OF_DOCUMENT,
+    TOKENIZERS,
     build_tokenizer,
     byte_level_backend,
     wordpiece_backend,
@@ -56,16 +57,6 @@ class TrainTokenizerConfig(TextConfig):
     """Keys of each JSON object, or columns of each table, that hold text."""
 
 
-_FILES: dict[TokenizerType, dict[str, str]] = {
-    "BertWordPieceLowerCase": {"vocab_file": "-vocab.txt"},
-    "BertWordPieceCase": {"vocab_file": "-vocab.txt"},
-    "GPT2BPETokenizer": {"vocab_file": "-vocab.json", "merge_file": "-merges.txt"},
-    "HuggingFaceTokenizer": {"tokenizer_model": "-tokenizer.json"},
-    "SentencePieceTokenizer": {"tokenizer_model": ".model"},
-}
-"""Per tokenizer type: setting that names a vocabulary file -> suffix of that file."""
-
-
 def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
     """Train a vocabulary and write its files; returns their paths.
 
@@ -76,7 +67,7 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
             vocabulary exists already.
     """
     kind, size = config.tokenizer_type, config.vocab_size
-    files = {setting: Path(config.output_prefix + ending) for setting, ending in _FILES[kind].items()}
+    files = {setting: Path(config.output_prefix + ending) for setting, (_, ending) in TOKENIZERS[kind][0].items()}
     for path in files.values():
         if path.exists():
             raise UserError(f"{path} exists, and text may have been encoded with it; choose another output_prefix")
