@@ -156,7 +156,7 @@ class OurOrder(Sampler[int]):
 
 def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, *, in_our_order: bool) -> Any:
     """A model trained by transformers from the same initial weights as ``bench.train``, with the same settings."""
-    examples = bench.training_set(TASK.name)
+    examples = bench.inputs(TASK.name)[0]
 
     class InOrder(Trainer):
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:

@@ -162,8 +162,8 @@ class FineTuneBench(ABC):
         """Hash of the examples."""
 
     @abstractmethod
-    def training_set(self, task: str) -> Sequence[Any]:
-        """The training examples."""
+    def inputs(self, task: str) -> Sequence[Sequence[Any]]:
+        """The encoded training set, and the development sets."""
 
     @abstractmethod
     def collate(self, task: str, examples: Sequence[Any]) -> dict[str, Tensor]:
@@ -198,7 +198,7 @@ class FineTuneBench(ABC):
         None if the first has too few examples for that.
         """
         first = runs[0]
-        training_set = self.training_set(first.task)
+        training_set = self.inputs(first.task)[0]
         examples = training_set[: _ESTIMATED_STEPS * first.batch_size]
         ends: list[float] = []
         fine_tune(
@@ -237,7 +237,7 @@ class FineTuneBench(ABC):
     def train(self, run: Run, progress: Progress = _no_progress) -> tuple[Any, Training]:
         """Train the model of a run; returns it (a transformers model) and the outcome."""
         model, collate = self.new_model(run), partial(self.collate, run.task)
-        return model, fine_tune(model, self.training_set(run.task), collate, self.config, run, progress)
+        return model, fine_tune(model, self.inputs(run.task)[0], collate, self.config, run, progress)
 
     def write(self, model: Any, task: str) -> None:
         """Write what is wanted of the best model of a task: with ``save_models`` the model, a folder of transformers.

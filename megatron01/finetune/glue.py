@@ -26,9 +26,9 @@ from megatron01.config.commands import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAM
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
-from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn
+from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn, write_file
 from megatron01.finetune.sweep import Sweep, devices_for
-from megatron01.utils.files import json_object, write_atomically, writing
+from megatron01.utils.files import json_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,11 +439,8 @@ class GlueBench(FineTuneBench):
     def source(self, task: str) -> Pretrained:
         return self.from_mnli if self.from_mnli is not None and task in FROM_MNLI else self.pretrained
 
-    def training_set(self, task: str) -> list[Labelled]:
-        return self.inputs(task)[0]
-
     def inputs(self, task: str) -> list[list[Labelled]]:
-        """Encoded training set and development sets of a task; those of the last task are cached."""
+        """As the base class; the sets of the last task are cached."""
         if self._inputs is None or self._inputs[0] != task:
             data = self.data(task)
             sets = [
@@ -508,15 +505,9 @@ def predictions(task: Task, outputs: NDArray[np.float32]) -> list[str]:
 
 
 def write_submission(path: Path, examples: Sequence[Example], predicted: Sequence[str]) -> None:
-    """Write one file of a submission, with the columns index and prediction.
-
-    Raises:
-        UserError: if it cannot be written.
-    """
+    """Write one file of a submission, with the columns index and prediction. Raises UserError if it cannot be."""
     lines = [f"{example.index}\t{value}\n" for example, value in zip(examples, predicted, strict=True)]
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, "index\tprediction\n" + "".join(lines))
+    write_file(path, "index\tprediction\n" + "".join(lines))
 
 
 def glue(config: GlueConfig) -> None:

@@ -36,6 +36,13 @@ def warn(message: str) -> None:
     tqdm.write(f"WARNING: {message}", file=sys.stderr)
 
 
+def write_file(path: Path, content: str) -> None:
+    """Write a file atomically, its folder too if missing. Raises UserError if it cannot be written."""
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, content)
+
+
 def fingerprint_of(examples: Iterable[Any]) -> str:
     """Hash of examples, each a JSON value."""
     digest = hashlib.sha256()
@@ -152,10 +159,7 @@ class SweepFolder:
 
     def store(self, result: Result) -> None:
         """Write a result. Raises UserError if it cannot be written."""
-        path = self.path(result.run)
-        with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, json.dumps(asdict(result), indent=1) + "\n")
+        write_file(self.path(result.run), json.dumps(asdict(result), indent=1) + "\n")
 
     def path(self, run: Run) -> Path:
         """Path of a run's result file."""

@@ -26,9 +26,9 @@ from megatron01.config.commands import SquadConfig
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input, checked_text
-from megatron01.finetune.results import Column, Run, fingerprint_of
+from megatron01.finetune.results import Column, Run, fingerprint_of, write_file
 from megatron01.finetune.sweep import Sweep, devices_for
-from megatron01.utils.files import read_json_object, write_atomically, writing
+from megatron01.utils.files import read_json_object
 
 
 class Answer(NamedTuple):
@@ -341,11 +341,11 @@ class SquadBench(FineTuneBench):
     def fingerprint(self, task: str) -> str:
         return self._fingerprint
 
-    def training_set(self, task: str) -> list[Window]:
-        return self._train_windows
+    def inputs(self, task: str) -> list[list[Window]]:
+        return self._windows
 
     def amounts(self, task: str) -> tuple[float, float]:
-        return len(self._train_windows), len(self._dev_windows)
+        return len(self._windows[0]), len(self._windows[1])
 
     def collate(self, task: str, examples: Sequence[Window]) -> dict[str, Tensor]:
         return collate(examples, self.pretrained.encoder)
@@ -358,12 +358,8 @@ class SquadBench(FineTuneBench):
         folder = self.answers_folder(run)
         candidates = {name: [asdict(candidate) for candidate in found] for name, found in answers.items()}
         predicted = {name: found[0].text for name, found in answers.items() if found}
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
-            write_atomically(
-                folder / "predictions.json", json.dumps(dict.fromkeys(answers, "") | predicted, indent=1) + "\n"
-            )
+        write_file(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
+        write_file(folder / "predictions.json", json.dumps(dict.fromkeys(answers, "") | predicted, indent=1) + "\n")
         return score(self.dev_set, predicted)
 
     def answers_folder(self, run: Run) -> Path:
@@ -371,30 +367,19 @@ class SquadBench(FineTuneBench):
         return self.config.output / "answers" / run.file_name
 
     @cached_property
-    def _train_windows(self) -> list[Window]:
-        return self._windows(self.train_set)
-
-    @cached_property
-    def _dev_windows(self) -> list[Window]:
-        return self._windows(self.dev_set)
-
-    def _windows(self, questions: Sequence[Question]) -> list[Window]:
-        config = self.config
-        return windows(
-            questions,
-            self.pretrained.encoder,
-            max_length=config.max_length,
-            doc_stride=config.doc_stride,
-            max_query_length=config.max_query_length,
-        )
+    def _windows(self) -> list[list[Window]]:
+        encoder, config = self.pretrained.encoder, self.config
+        sizes = {name: getattr(config, name) for name in ("max_length", "doc_stride", "max_query_length")}
+        return [windows(questions, encoder, **sizes) for questions in (self.train_set, self.dev_set)]
 
     def _span_logits(self, model: Any) -> Iterator[tuple[Window, NDArray[np.float32], NDArray[np.float32]]]:
         """Each window of the development set with its start and end logits, float32[padded tokens] each."""
-        encoded = [window.encoded for window in self._dev_windows]
+        dev_set = self._windows[1]
+        encoded = [window.encoded for window in dev_set]
         for places, output in evaluate(model, encoded, self.pretrained.encoder.collate, self.config):
             starts, ends = output.start_logits.float().cpu().numpy(), output.end_logits.float().cpu().numpy()
             for row, place in enumerate(places):
-                yield self._dev_windows[place], starts[row], ends[row]
+                yield dev_set[place], starts[row], ends[row]
 
 
 def squad(config: SquadConfig) -> None:

@@ -34,8 +34,9 @@ from megatron01.finetune.results import (
     settings_of,
     to_csv,
     warn,
+    write_file,
 )
-from megatron01.utils.files import write_atomically, writing
+from megatron01.utils.files import writing
 from megatron01.utils.formatting import columns, format_duration, markdown
 from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
@@ -116,7 +117,7 @@ def run_in_processes(
         UserError: raised by a run.
         FaultError: if a worker process dies.
     """
-    places = [device for device in devices for _ in range(jobs)][: len(runs)]
+    places = [device for _ in range(jobs) for device in devices][: len(runs)]
     num_threads = max(1, len(os.sched_getaffinity(0)) // len(places))
     try:
         with ProcessPool(_open_worker, [(open_bench, config, device, num_threads) for device in places]) as pool:
@@ -292,8 +293,7 @@ class Sweep:
             "settings.csv": to_csv(all_settings(settings, columns_of)),
         }
         for name, text in files.items():
-            with writing(config.output / name):
-                write_atomically(config.output / name, text)
+            write_file(config.output / name, text)
         print(f"\nwrote {', '.join(files)} in {config.output}")
         return best
 
@@ -319,12 +319,9 @@ class Sweep:
             run = setting.best_run(self._columns_of[task][0].metric)
             marker = config.output / "finished" / f"{task}-{wanted}.json"
             contents = json.dumps(asdict(run) | {"data": self._bench.fingerprint(task)}) + "\n"
-            try:
+            with writing(config.output):
                 if marker.is_file() and marker.read_bytes() == contents.encode():
                     continue
                 print(f"training once more: {run}", flush=True)
                 self._bench.write(self._bench.train(run)[0], task)
-                marker.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(marker, contents)
-            except OSError as error:
-                raise UserError(f"{error.filename or marker} cannot be written: {error.strerror or error}") from error
+            write_file(marker, contents)

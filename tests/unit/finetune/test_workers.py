@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 class Bench:
     """Returns the seed, or fails at seed 2."""
 
-    def __init__(self, how: str) -> None:
-        self._how = how
+    def __init__(self, how: str, device: torch.device = CPU) -> None:
+        self._how, self._device = how, device
 
     def measure(self, run: Run, progress: Callable[[Run, int, int], None]) -> Result:
         progress(run, 1, 2)
@@ -37,18 +37,19 @@ class Bench:
                 raise KeyError("lost")
             if self._how == "death":
                 os._exit(9)
-        metrics = {"accuracy": float(run.seed), "threads": torch.get_num_threads()}
+        metrics = {"accuracy": float(run.seed), "threads": torch.get_num_threads(), "device": self._device.index or 0}
         return Result(run, "d", metrics, 1, 0.0, False, 0.0)
 
 
 def open_bench(how: str, device: torch.device) -> Bench:
     assert device.type == "cpu"
-    return Bench(how)
+    return Bench(how, device)
 
 
-def do(how: str, *, jobs: int) -> list[Result]:
+def do(how: str, *, jobs: int, runs: Sequence[Run] = RUNS, num_devices: int = 1) -> list[Result]:
     found: list[Result] = []
-    run_in_processes(open_bench, how, RUNS, found.append, lambda *step: None, devices=[CPU], jobs=jobs)
+    devices = [torch.device("cpu", index) for index in range(num_devices)]
+    run_in_processes(open_bench, how, runs, found.append, lambda *step: None, devices=devices, jobs=jobs)
     return found
 
 
@@ -58,6 +59,10 @@ def test_all_runs_are_done_and_share_the_cores():
     assert all(result.metrics["accuracy"] == result.run.seed for result in found)
     cores = len(os.sched_getaffinity(0))
     assert {result.metrics["threads"] for result in found} == {max(1, cores // 2)}
+
+
+def test_few_runs_take_all_devices():
+    assert {result.metrics["device"] for result in do("well", jobs=2, runs=RUNS[:2], num_devices=2)} == {0, 1}
 
 
 @pytest.mark.parametrize(
