@@ -64,9 +64,9 @@ def damage_named(checkpoint: Path, what: str) -> Iterator[None]:
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and lost_replica(error) is not None:
             raise
-        reason = " ".join(str(error).split())[:200]
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise UserError(
-            f"{checkpoint} holds {what} that make no sense ({type(error).__name__}: {reason}); use another checkpoint"
+            f"{checkpoint} is damaged: its {what} are invalid ({reason}); use another checkpoint"
         ) from error
 
 
@@ -386,31 +386,31 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
         raise ValueError(f"optimizers in {metadata.optimizer_shards} shards, of {metadata.world_size} processes")
     for name in metadata.files:
         if not _FILE_NAME.fullmatch(name) or name == METADATA_NAME:
-            raise ValueError(f"{name[:50]!r} names no file of the folder")
+            raise ValueError(f"{name[:50]!r} is not the name of a file in the folder")
     return metadata
 
 
 def _whole(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{str(value)[:50]!r} is no whole number from 0 on")
+        raise ValueError(f"{str(value)[:50]!r} is not a whole number of 0 or more")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str or not value.isprintable() or len(value) > 500:
-        raise ValueError(f"{str(value)[:50]!r} is no short line of text")
+        raise ValueError(f"{str(value)[:50]!r} is not a short line of text")
     return value
 
 
 def _shape(value: Any) -> tuple[int, ...]:
     if type(value) is not list or len(value) > 16:
-        raise ValueError(f"{str(value)[:50]!r} is no shape")
+        raise ValueError(f"{str(value)[:50]!r} is not a shape")
     return tuple(_whole(length) for length in value)
 
 
 def _named(value: Any, convert: Callable[[Any], ValueT]) -> dict[str, ValueT]:
     if type(value) is not dict:
-        raise ValueError(f"{str(value)[:50]!r} are no named entries")
+        raise ValueError(f"{str(value)[:50]!r} is not an object")
     return {_text(name): convert(entry) for name, entry in value.items()}
 
 

@@ -180,7 +180,7 @@ class SavedState:
         self._is_repartitioned = self._size != layout.size
         self.num_copies = metadata.world_size // (self._size * self._shards)
         self.tensors = read_headers(checkpoint, metadata)
-        with damage_named(checkpoint, "places of state"):
+        with damage_named(checkpoint, "slices of optimizer state"):
             self._slices = [_by_stem(tensors) for tensors in self.tensors]
             self._error_shares = [read_shares(values) for values in metadata.replicas]
             if self.num_copies < 1:
@@ -216,8 +216,8 @@ class SavedState:
             raise UserError(f"{self._checkpoint} holds no tensor {piece.stem}; give the settings it was trained with")
         if found != (last - first) * shards * copies:
             raise UserError(
-                f"{self._checkpoint} holds places of state that make no sense ({found} elements of {piece.stem},"
-                f" expected {(last - first) * shards * copies}); use another checkpoint"
+                f"{self._checkpoint} is damaged: its slices of optimizer state have {found} elements of {piece.stem},"
+                f" expected {(last - first) * shards * copies}; use another checkpoint"
             )
 
     def read(self, piece: StateSlice, ranks: Iterable[int], *, factor: float = 1.0) -> None:

@@ -183,7 +183,7 @@ def _stored_tensor(file: str, entry: Mapping[str, Any], start: int, size: int) -
     first, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
     if len(shape) > 16 or any(type(number) is not int or number < 0 for number in (first, end, *shape)):
-        raise ValueError("an entry that is no tensor")
+        raise ValueError("an entry that is not a tensor")
     stored = StoredTensor(file, start + first, dtype_name(_FORMAT_NAMES[entry["dtype"]]), shape)
     if end - first != stored.num_bytes or start + end > size:
         raise ValueError(f"{stored} in {end - first} bytes from {first} on")

@@ -405,24 +405,24 @@ def test_a_checkpoint_whose_shards_make_no_whole_is_refused(tmp_path: Path) -> N
     content = path.read_bytes()
     for find, put, message in (
         (b'"m.embedding[', b'"n.embedding[', "elements of m.embedding"),  # missing
-        (b'"m.embedding[0:', b'"m.embedding[8:', "places of state"),  # length differs from its range
-        (b'"m.embedding[0:', b'"m.embedding[9:', "places of state"),
+        (b'"m.embedding[0:', b'"m.embedding[8:', "slices of optimizer state"),  # length differs from its range
+        (b'"m.embedding[0:', b'"m.embedding[9:', "slices of optimizer state"),
         (b'"m.embedding[', b'"m.embedding_', "elements of m.embedding"),
         (b'"m.embedding[', b'"m.matrix___[', "elements of m.embedding"),
     ):
         assert find in content
         path.write_bytes(content.replace(find, put, 1))
-        with pytest.raises(UserError, match="places of state") as caught:
+        with pytest.raises(UserError, match="slices of optimizer state") as caught:
             _require_all(checkpoint, good)
         assert message in str(caught.value) and "\n" not in str(caught.value)
     path.write_bytes(content)
     for shares in ({"worker_error": -1}, {"worker_error": 2**70}, {"worker_error": "no"}, "no"):
         entries: Any = json.loads(json.dumps(good.replicas))
         entries[0][SHARES] = shares
-        with pytest.raises(UserError, match="places of state") as caught:
+        with pytest.raises(UserError, match="slices of optimizer state") as caught:
             _require_all(checkpoint, replace(good, replicas=entries))
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="places of state"):
+    with pytest.raises(UserError, match="slices of optimizer state"):
         _require_all(checkpoint, replace(good, optimizer_shards=1))
 
 

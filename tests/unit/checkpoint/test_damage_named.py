@@ -11,7 +11,7 @@ from megatron01.errors import UserError
 )
 def test_what_hostile_entries_lead_to_is_one_line_that_names_the_checkpoint(tmp_path, error):
     with (
-        pytest.raises(UserError, match=r"holds metrics that make no sense") as caught,
+        pytest.raises(UserError, match=r"is damaged: its metrics are invalid") as caught,
         damage_named(tmp_path, "metrics"),
     ):
         raise error

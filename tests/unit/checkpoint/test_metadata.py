@@ -129,7 +129,7 @@ def test_what_was_edited_is_noticed(tmp_path):
 @pytest.mark.parametrize("name", ["../elsewhere", "..", "/etc/passwd", "a/b", "a\0", "", "metadata.json", "a\nb"])
 def test_no_file_outside_of_the_folder(tmp_path, name):
     write(tmp_path, make_metadata(files={name: StoredFile(5, "")}))
-    with pytest.raises(UserError, match=r"names no file|no short line") as caught:
+    with pytest.raises(UserError, match=r"name of a file|not a short line") as caught:
         read_metadata(tmp_path)
     assert "\n" not in str(caught.value)
 

@@ -132,6 +132,6 @@ def test_a_checkpoint_with_an_order_that_no_run_has_had_is_refused(tmp_path: Pat
         (checkpoint / "metadata.json").write_text(metadata.to_json())
         if values is not saved:
             assert saved_progress((tmp_path, 3)).consumed_samples == 24
-    with pytest.raises(UserError, match="samples that make no sense") as caught:
+    with pytest.raises(UserError, match="its samples are invalid") as caught:
         saved_progress((tmp_path, 3))
     assert "\n" not in str(caught.value)
