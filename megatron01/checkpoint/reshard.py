@@ -202,10 +202,10 @@ class SavedState:
         Raises:
             UserError: if it does not, or in another dtype than the slice's.
         """
-        first, last, shards = piece.first, piece.first + piece.tensor.numel(), 1
+        first, last = piece.first, piece.first + piece.tensor.numel()
         if self._is_repartitioned:
             first, last = 0, self._saved_layout(0).shape(piece.name).numel()
-            shards = self._size
+            copies *= self._size
         found = 0
         for rank in range(len(self.tensors)):
             for start, end, stored in self._stored(rank, piece.stem):
@@ -214,10 +214,10 @@ class SavedState:
                 check_tensors({piece.stem: stored}, {piece.stem: wanted}, self._checkpoint)
         if found == 0 and last > first:
             raise UserError(f"{self._checkpoint} holds no tensor {piece.stem}; give the settings it was trained with")
-        if found != (last - first) * shards * copies:
+        if found != (last - first) * copies:
             raise UserError(
                 f"{self._checkpoint} is damaged: its slices of optimizer state have {found} elements of {piece.stem},"
-                f" expected {(last - first) * shards * copies}; use another checkpoint"
+                f" expected {(last - first) * copies}; use another checkpoint"
             )
 
     def read(self, piece: StateSlice, ranks: Iterable[int], *, factor: float = 1.0) -> None:
@@ -251,14 +251,12 @@ class SavedState:
             for first, values in self._overlap(rank, stem, piece.first, piece.tensor):
                 piece.tensor[first : first + values.numel()].add_(values, alpha=factor)
             return
-        if not self._stored(rank, stem):
-            return
         before, partition = self._saved_layout(rank), self._layout.partitions.get(piece.name)
+        if not self._stored(rank, stem) or (partition is None and before.rank > 0):
+            return  # a replicated parameter is taken from tensor-parallel rank 0
         shard = piece.tensor.new_zeros(before.shape(piece.name), dtype=torch.float32)
         for first, values in self._overlap(rank, stem, 0, shard.view(-1)):
             shard.view(-1)[first : first + values.numel()] = values
-        if partition is None and before.rank > 0:
-            return  # replicated: taken from tensor-parallel rank 0
         if partition is not None:
             target = shard.new_zeros(self._layout.shape(piece.name))
             # the padding of a shard lies after the end of the whole parameter, and has no effect
