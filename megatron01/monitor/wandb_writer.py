@@ -30,37 +30,43 @@ AXES = {"loss": STEP, "loss_by_tokens": TOKENS, "loss_by_hours": HOURS, "loss_by
 SYNC_KIND_LEVELS = {"skipped": 0, "local": 1, "one_bit": 2, "full": 3}
 """Kinds of steps as numbers, as wandb plots only numbers."""
 
-_SECTIONS = {
-    "schedule": ("lr", "sync_interval", "sync_kind"),
-    "traffic": (
-        *("comm_bytes", "comm_bytes_between_nodes", "comm_bytes_total", "comm_rounds", "comm_rounds_total"),
-        "bits_per_parameter",
-    ),
-    "compression": ("compression_error", "compression_errors", "error_feedback_ratio"),
-    "speed": (
-        *("tokens_per_second", "step_seconds", "training_seconds", "flops_per_second", "mfu", "memory_bytes"),
-        "local_compute_seconds",
-    ),
-    "health": ("grad_norm", "loss_scale", "slowest_replica", "lost_steps", "restart_seconds"),
-    "progress": ("iteration", "consumed_samples"),
-}
-_OF_KEY = {
-    **{
-        key: f"{section}/{key.removeprefix('comm_').removeprefix('sync_')}"
-        for section, keys in _SECTIONS.items()
-        for key in keys
-    },
-    "compression_error": "compression/error",
-    "compression_errors": "compression/error_of_bucket",
+_NAMES = {
     "loss": "loss/train",
     "eval_loss": "loss/held_out",
+    "lr": "schedule/lr",
+    "sync_interval": "schedule/interval",
+    "sync_kind": "schedule/kind",
+    "comm_bytes": "traffic/bytes",
+    "comm_bytes_between_nodes": "traffic/bytes_between_nodes",
+    "comm_bytes_total": "traffic/bytes_total",
+    "comm_rounds": "traffic/rounds",
+    "comm_rounds_total": "traffic/rounds_total",
+    "bits_per_parameter": "traffic/bits_per_parameter",
+    "compression_error": "compression/error",
+    "compression_errors": "compression/error_of_bucket",
+    "error_feedback_ratio": "compression/error_feedback_ratio",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "training_seconds": "speed/training_seconds",
+    "flops_per_second": "speed/flops_per_second",
+    "mfu": "speed/mfu",
+    "memory_bytes": "speed/memory_bytes",
+    "local_compute_seconds": "speed/local_compute_seconds",
+    "grad_norm": "health/grad_norm",
+    "grad_norm_estimated": "health/grad_norm_estimated",
+    "loss_scale": "health/loss_scale",
+    "slowest_replica": "health/slowest_replica",
+    "lost_steps": "health/lost_steps",
+    "restart_seconds": "health/restart_seconds",
+    "iteration": "progress/iteration",
+    "consumed_samples": "progress/consumed_samples",
 }
-SECTIONS = (*AXES, *_SECTIONS)
+SECTIONS = dict.fromkeys([*AXES, *(name.split("/")[0] for name in _NAMES.values())])
 
 
 def name_of(key: str) -> str:
     """The wandb name of a key of metrics.jsonl; unknown keys are components of the loss."""
-    return _OF_KEY.get(key, f"loss/{key}")
+    return _NAMES.get(key, f"loss/{key}")
 
 
 def to_wandb(line: Mapping[str, Any], *, seq_length: int) -> dict[str, float]:

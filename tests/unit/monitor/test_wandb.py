@@ -46,6 +46,7 @@ def test_every_number_has_a_name_in_a_section() -> None:
         assert (values[f"{section}/train"], values[f"{section}/held_out"], values[f"{section}/lm_loss"]) == (2, 2, 3)
     known = {name_of(key) for key in given if key != "compression_errors"}
     assert known <= values.keys() and len(known) == len(given) - 1
+    assert {key for key in given if name_of(key).startswith("loss/")} == {"loss", "eval_loss", "lm_loss"}
 
 
 def test_what_was_not_measured_is_not_logged() -> None:
