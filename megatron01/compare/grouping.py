@@ -191,7 +191,7 @@ def _compared(run: Run) -> dict[str, str]:
     chosen = {
         key: value for key, value in run.settings.items() if not key.startswith(_NOT_COMPARED) and key not in unused
     }
-    return chosen | {"replicas": str(run.replicas or "")}
+    return chosen | {"replicas": str(run.replicas or "not known")}
 
 
 def _unused(run: Run) -> set[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from io import BufferedReader
@@ -202,6 +202,11 @@ def last_known(values: Column) -> float:
     return float(known[-1]) if known.size else math.nan
 
 
+def if_known(value: float, show: Callable[[float], str]) -> str:
+    """A value as text; empty if it is not finite."""
+    return show(value) if math.isfinite(value) else ""
+
+
 def require_folder(folder: Path) -> None:
     """Raises UserError if the path is not a folder."""
     if not folder.is_dir():
@@ -229,9 +234,16 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 def build_run(folder: Path, name: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> Run:
     """The run in ``folder`` with these lines of metrics, at least one."""
-    settings, about_settings = _read_settings(folder / "config.yaml")
-    environment = read_environment(folder / "environment.json")
-    return run_of_lines(name, lines, settings, environment, (*notes, *about_settings), folder)
+    path = folder / "config.yaml"
+    settings: dict[str, str] = {}
+    problem = f"{path} has none"
+    try:
+        settings = flat_settings(load_plain_yaml(path))
+    except UserError as error:
+        problem = str(error)
+    if not settings:
+        notes = [*notes, f"its settings are not known: {problem}"]
+    return run_of_lines(name, lines, settings, read_environment(folder / "environment.json"), notes, folder)
 
 
 def run_of_lines(
@@ -337,22 +349,11 @@ def _describe_losses(lines: Sequence[Mapping[str, Any]]) -> tuple[int | None, li
     """Iteration from which on no loss is finite, or None, and notes; metrics.jsonl has null for such losses."""
     finite = {line["iteration"]: math.isfinite(number(line["loss"])) for line in lines if "loss" in line}
     bad = [iteration for iteration, is_finite in finite.items() if not is_finite]
-    if not bad:
-        return None, []
     last_fine = max((iteration for iteration, is_finite in finite.items() if is_finite), default=-1)
-    if last_fine > bad[-1]:
-        return None, [f"the loss is not a finite number in {len(bad)} line(s), first at iteration {bad[0]}"]
-    first = next(iteration for iteration in bad if iteration > last_fine)
-    return first, [f"diverged: the loss is not a finite number from iteration {first} on"]
-
-
-def _read_settings(path: Path) -> tuple[dict[str, str], list[str]]:
-    try:
-        content = load_plain_yaml(path)
-    except UserError as error:
-        return {}, [f"its settings are not known: {error}"]
-    settings = flat_settings(content)
-    return settings, [] if settings else [f"its settings are not known: {path} has none"]
+    if bad and bad[-1] > last_fine:
+        first = next(iteration for iteration in bad if iteration > last_fine)
+        return first, [f"diverged: the loss is not a finite number from iteration {first} on"]
+    return None, [f"the loss is not a finite number in {len(bad)} line(s), first at iteration {bad[0]}"] if bad else []
 
 
 def read_environment(path: Path) -> dict[str, Any]:

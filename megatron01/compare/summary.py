@@ -25,7 +25,7 @@ from megatron01.compare.grouping import (
     never_left_full,
     smooth,
 )
-from megatron01.compare.runs import Column, Run, last_known
+from megatron01.compare.runs import Column, Run, if_known, last_known
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import optimizers
 from megatron01.cost.volume import Wire, traffic
@@ -374,44 +374,40 @@ def table(summary: Summary) -> list[list[str]]:
     base = rows[summary.baseline]
     lines = [
         ["seeds", *(str(len(row.group.runs)) for row in rows)],
-        ["lr", *(_known(row.group.first.number_of("optimizer.lr", math.nan), "{:.3g}".format) for row in rows)],
+        ["lr", *(if_known(row.group.first.number_of("optimizer.lr", math.nan), "{:.3g}".format) for row in rows)],
         ["steps", *(f"{row.steps:,}" for row in rows)],
         ["train loss", *(_show_loss(row.train_loss, row.group) for row in rows)],
         ["held-out loss", *(_show_loss(row.held_out_loss, row.group) for row in rows)],
         ["gap", *("baseline" if row is base else _show_gap(row.gap, "+") for row in rows)],
         ["steps to loss", *map(_show_steps, rows)],
-        ["time to loss", *(_known(row.reach.seconds, format_duration) for row in rows)],
-        ["speed-up", *(_known(row.speed_up, "{:.2f}x".format) for row in rows)],
-        ["sent to loss", *(_known(row.reach.bytes_sent, format_bytes) for row in rows)],
-        ["sent", *(_known(row.bytes_sent or math.nan, format_bytes) for row in rows)],
-        ["bits/param/step", *(_known(row.bits, "{:.3g}".format) for row in rows)],
-        ["rounds", *(_known(row.rounds or math.nan, "{:,.0f}".format) for row in rows)],
-        ["tokens/s", *(_known(row.tokens_per_second, format_count) for row in rows)],
-        ["MFU", *(_known(row.mfu, "{:.1%}".format) for row in rows)],
-        ["compute", *(_known(row.compute_share, "{:.0%}".format) for row in rows)],
+        ["time to loss", *(if_known(row.reach.seconds, format_duration) for row in rows)],
+        ["speed-up", *(if_known(row.speed_up, "{:.2f}x".format) for row in rows)],
+        ["sent to loss", *(if_known(row.reach.bytes_sent, format_bytes) for row in rows)],
+        ["sent", *(if_known(row.bytes_sent or math.nan, format_bytes) for row in rows)],
+        ["bits/param/step", *(if_known(row.bits, "{:.3g}".format) for row in rows)],
+        ["rounds", *(if_known(row.rounds or math.nan, "{:,.0f}".format) for row in rows)],
+        ["tokens/s", *(if_known(row.tokens_per_second, format_count) for row in rows)],
+        ["MFU", *(if_known(row.mfu, "{:.1%}".format) for row in rows)],
+        ["compute", *(if_known(row.compute_share, "{:.0%}".format) for row in rows)],
     ]
     for of in summary.references:
         shares = (row.bits / of.bits for row in rows)
-        lines.append([f"volume vs {of.name}", *(_known(share, "{:.3f}".format) for share in shares)])
+        lines.append([f"volume vs {of.name}", *(if_known(share, "{:.3f}".format) for share in shares)])
     for of in summary.references:
         shares = (row.rounds_per_step / of.rounds if of.rounds and row.rounds else math.nan for row in rows)
-        lines.append([f"rounds vs {of.name}", *(_known(share, "{:.3f}".format) for share in shares)])
+        lines.append([f"rounds vs {of.name}", *(if_known(share, "{:.3f}".format) for share in shares)])
     return [["", *(row.group.label for row in rows)], *(line for line in lines if any(line[1:]))]
-
-
-def _known(value: float, show: Callable[[float], str]) -> str:
-    return "" if math.isnan(value) else show(value)
 
 
 def _show_loss(loss: Estimate, group: Group) -> str:
     if not loss.is_known:
         return "diverged" if group.has_diverged else ""
-    return f"{loss.mean:.4f}" + _known(loss.spread, " ± {:.4f}".format)
+    return f"{loss.mean:.4f}" + if_known(loss.spread, " ± {:.4f}".format)
 
 
 def _show_gap(gap: Difference, sign: str = "") -> str:
     """A gap as text, with its standard error if it has one."""
-    return _known(gap.value, f"{{:{sign}.4f}}".format) + _known(gap.error, " ± {:.4f}".format)
+    return if_known(gap.value, f"{{:{sign}.4f}}".format) + if_known(gap.error, " ± {:.4f}".format)
 
 
 def _show_steps(row: Row) -> str:

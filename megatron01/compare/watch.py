@@ -22,7 +22,16 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from megatron01.compare.runs import Follower, Run, build_run, number, printable, read_environment, require_folder
+from megatron01.compare.runs import (
+    Follower,
+    Run,
+    build_run,
+    if_known,
+    number,
+    printable,
+    read_environment,
+    require_folder,
+)
 from megatron01.config.command_line import parse
 from megatron01.config.fields import Bounded, Bounds
 from megatron01.config.registry import label_of
@@ -250,15 +259,15 @@ def _loss(run: Run, characters: str) -> str:
     if known:
         now = f"{known[-1]:.4f}" if math.isfinite(losses[-1]) else f"not finite (was {known[-1]:.4f})"
         parts += [sparkline(known, _WIDTH_OF_CURVE, characters), now]
-    return _joined(*parts, _shown("held-out {:.4f}", run.last("eval_loss")))
+    return _joined(*parts, if_known(run.last("eval_loss"), "held-out {:.4f}".format))
 
 
 def _schedule(run: Run, kind: str) -> str:
     interval = run.last("sync_interval")
-    every = (
-        "synchronizes at every step" if interval <= 1 else _shown("a synchronization every {:.0f} step(s)", interval)
-    )
-    return _joined(_shown("{:.3g}", run.last("lr")), every, kind and f"last step {kind}")
+    every = if_known(interval, "a synchronization every {:.0f} step(s)".format)
+    if interval <= 1:
+        every = "synchronizes at every step"
+    return _joined(if_known(run.last("lr"), "{:.3g}".format), every, kind and f"last step {kind}")
 
 
 def _traffic(run: Run) -> str:
@@ -275,18 +284,11 @@ def _traffic(run: Run) -> str:
 
 def _speed(run: Run) -> str:
     return _joined(
-        _shown("{} tokens/s", run.last("tokens_per_second"), format_count),
-        _shown("{} a step", run.last("step_seconds"), format_duration),
-        _shown("MFU {:.1%}", run.last("mfu")),
-        _shown("memory {}", run.last("memory_bytes"), format_bytes),
+        if_known(run.last("tokens_per_second"), lambda speed: f"{format_count(speed)} tokens/s"),
+        if_known(run.last("step_seconds"), lambda seconds: f"{format_duration(seconds)} a step"),
+        if_known(run.last("mfu"), "MFU {:.1%}".format),
+        if_known(run.last("memory_bytes"), lambda size: f"memory {format_bytes(size)}"),
     )
-
-
-def _shown(text: str, value: float, show: Callable[[float], str] | None = None) -> str:
-    """``text`` formatted with a value; empty if the value is not finite."""
-    if not math.isfinite(value):
-        return ""
-    return text.format(value if show is None else show(value))
 
 
 def _joined(*parts: str) -> str:
