@@ -153,11 +153,6 @@ class PackedFormat:
         """Bytes of a block's codes."""
         return self.block_size * self.bits // 8
 
-    @cached_property
-    def block_bytes(self) -> int:
-        """Bytes of a block's codes and of its scale."""
-        return self.code_bytes + (SCALE_BYTES if self.scaled else 0)
-
     def codes_offset(self, row_blocks: int) -> int:
         """Byte of a row at which the codes start."""
         return HEADER_BYTES + (-(-SCALE_BYTES * row_blocks // 4) * 4 if self.scaled else 0)

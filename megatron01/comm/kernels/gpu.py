@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -45,12 +45,7 @@ FP32 = tl.constexpr(0)
 BF16 = tl.constexpr(1)
 FP16 = tl.constexpr(2)
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Codes of element types."""
-
-
-def as_elements(flat: torch.Tensor) -> torch.Tensor:
-    """A flat buffer as kernels take it: bf16 as int16."""
-    return flat.view(torch.int16) if flat.dtype is torch.bfloat16 else flat
+"""Codes of the types of rows' elements."""
 
 
 @triton.jit
@@ -68,43 +63,31 @@ def from_bf16_bits(words):
 
 
 @triton.jit
-def load_flat(flat, place, mask, CODE: tl.constexpr):
-    """fp32: elements of a flat buffer of the type of ``CODE``; bf16 comes as int16."""
-    if CODE == BF16:
-        return from_bf16_bits(tl.load(flat + place, mask=mask, other=0).to(tl.uint16, bitcast=True))
+def load_flat(flat, place, mask):
+    """fp32: elements of a flat buffer of fp32, bf16 or fp16."""
+    values = tl.load(flat + place, mask=mask, other=0.0)
+    if flat.dtype.element_ty == tl.bfloat16:
+        return from_bf16_bits(values.to(tl.uint16, bitcast=True))
     else:
-        return tl.load(flat + place, mask=mask, other=0.0).to(tl.float32)
+        return values.to(tl.float32)
 
 
 @triton.jit
-def store_flat(flat, place, mask, values, CODE: tl.constexpr):
-    """Write fp32 values to a flat buffer of the type of ``CODE``; bf16 comes as int16."""
-    if CODE == BF16:
-        tl.store(flat + place, to_bf16_bits(values).to(tl.int16, bitcast=True), mask=mask)
-    elif CODE == FP16:
-        tl.store(flat + place, values.to(tl.float16), mask=mask)
+def store_flat(flat, place, mask, values):
+    """Write fp32 values to a flat buffer of fp32, bf16 or fp16."""
+    if flat.dtype.element_ty == tl.bfloat16:
+        stored = to_bf16_bits(values).to(tl.bfloat16, bitcast=True)
     else:
-        tl.store(flat + place, values, mask=mask)
-
-
-@triton.jit
-def as_stored(values, CODE: tl.constexpr):
-    """fp32: what ``load_flat`` gives of values that ``store_flat`` has written, as bf16 or fp32."""
-    if CODE == BF16:
-        return from_bf16_bits(to_bf16_bits(values))
-    else:
-        return values
+        stored = values.to(flat.dtype.element_ty)
+    tl.store(flat + place, stored, mask=mask)
 
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on CPU tensors (TRITON_INTERPRET=1 when this module is imported)."""
 
-WARP_SIZE = 32
-
-_ELEMENTS_PER_THREAD = 32
-"""Most elements of a tensor in one thread: a few such tensors fit its registers."""
-
 _MAX_WARPS = 32
+_LARGEST_BLOCK = 32 * 32 * _MAX_WARPS
+"""Elements: 32 in each thread of a program, as a few such tensors fit its registers."""
 
 WORD_BITS = tl.constexpr(WORD)
 FIRST_SCALE = tl.constexpr(HEADER_BYTES // SCALE_BYTES)
@@ -132,49 +115,11 @@ def check_device(device: torch.device) -> None:
         )
 
 
-class Tiling(NamedTuple):
-    """How a kernel's programs share the blocks.
-
-    Attributes:
-        blocks: of each program, a power of two.
-        words: sign words of a block.
-        num_warps: of each program.
-    """
-
-    blocks: int
-    words: int
-    num_warps: int
-
-
-def tiling(block_size: int, *, elements_per_program: int, elements_per_warp: int) -> Tiling:
-    """Programs of ``elements_per_program`` elements, a power of two, or of one block where that is larger.
-
-    Raises:
-        UserError: a block has more elements than a program can hold.
-    """
-    largest = _ELEMENTS_PER_THREAD * WARP_SIZE * _MAX_WARPS
-    if block_size > largest:
-        raise UserError(
-            f"block_size is {block_size}; backend triton takes at most {largest}: set the backend to reference"
-        )
-    elements = max(block_size, elements_per_program)
-    return Tiling(elements // block_size, block_size // WORD, min(_MAX_WARPS, max(1, elements // elements_per_warp)))
-
-
-def launch(
-    kernel: Any, tiling: Tiling, num_blocks: int, device: torch.device, *arguments: Any, **constants: Any
-) -> None:
-    """Run ``kernel(*arguments, BLOCKS, WORDS, **constants)`` over ``num_blocks`` blocks on the device's current stream.
+def _start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel on the device's current stream.
 
     There is no FMA contraction, and denormals are kept: every operation rounds as on CPUs.
     """
-    if num_blocks > 0:
-        grid = (-(-num_blocks // tiling.blocks),)
-        tiles = {"BLOCKS": tiling.blocks, "WORDS": tiling.words}
-        _start(kernel, grid, device, *arguments, **tiles, **constants, num_warps=tiling.num_warps)
-
-
-def _start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **constants, enable_fp_fusion=False, enable_reflect_ftz=False)
 
@@ -186,13 +131,8 @@ def signed_word(word: int) -> int:
 
 def packed_arguments(packed: Packed) -> tuple[Any, ...]:
     """Arguments of ``compress_kernel`` and ``decode_kernel``."""
-    rows = row_views(packed.rows)
-    return *rows, packed.active, packed.first_block, packed.row_blocks, packed.rows.stride(0), packed.codes_offset
-
-
-def row_views(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows (uint8) as kernels take them: words for codes of one bit, 16-bit integers for scales, bytes for levels."""
-    return rows.view(torch.int32), rows.view(torch.int16), rows
+    row_bytes, words = packed.rows.size(1), packed.rows.view(torch.int32)
+    return words, packed.active, packed.first_block, packed.row_blocks, row_bytes, packed.codes_offset
 
 
 @triton.jit
@@ -272,6 +212,18 @@ def level_codes(total, scale, BITS: tl.constexpr):
 
 
 @triton.jit
+def scales_of(rows):
+    """Pointer to uint16: the first row's scales."""
+    return rows.to(tl.pointer_type(tl.uint16)) + FIRST_SCALE
+
+
+@triton.jit
+def bytes_of(rows):
+    """Pointer to uint8."""
+    return rows.to(tl.pointer_type(tl.uint8))
+
+
+@triton.jit
 def code_places(row_start, codes_at, index, BITS: tl.constexpr, WORDS: tl.constexpr):
     """int64[BLOCKS, bytes]: places of the bytes of codes."""
     BYTES: tl.constexpr = WORDS * WORD_BITS * BITS // 8
@@ -281,8 +233,6 @@ def code_places(row_start, codes_at, index, BITS: tl.constexpr, WORDS: tl.conste
 @triton.jit
 def load_codes(
     rows,
-    scales,
-    codes,
     row_start,
     index,
     inside,
@@ -295,18 +245,18 @@ def load_codes(
     """fp32[BLOCKS, WORDS, 32]: decoded packed blocks.
 
     Block ``index`` (int32[BLOCKS]) of the row that starts at byte ``row_start`` (int64[BLOCKS]), and whose codes start
-    ``codes_at`` bytes later. ``rows``, ``scales`` and ``codes`` are ``row_views``.
+    ``codes_at`` bytes later. ``rows`` are int32, as in all kernels.
     """
     scale = tl.full(index.shape, 1.0, tl.float32)
     if SCALED:
-        stored = tl.load(scales + row_start // 2 + FIRST_SCALE + index, mask=inside, other=0)
-        scale = from_bf16_bits(stored.to(tl.uint16, bitcast=True))
+        stored = tl.load(scales_of(rows) + row_start // 2 + index, mask=inside, other=0)
+        scale = from_bf16_bits(stored)
     if BITS == 1:
         places = ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS)
         says = signed(unpack_bits(tl.load(rows + places, mask=inside[:, None], other=0)), scale)
     else:
         places = code_places(row_start, codes_at, index, BITS, WORDS)
-        shared = tl.load(codes + places, mask=inside[:, None], other=0).to(tl.int32)
+        shared = tl.load(bytes_of(rows) + places, mask=inside[:, None], other=0).to(tl.int32)
         parts = shared[:, None, :] >> (tl.arange(0, 8 // BITS) * BITS)[None, :, None]
         says = tl.reshape(level_values(parts & ((1 << BITS) - 1), scale, BITS), [BLOCKS, WORDS, WORD_BITS])
     return says
@@ -324,8 +274,6 @@ _ELEMENTS_PER_WARP = 1024
 _ELEMENTS_PER_PROGRAM = 1 << 14 if INTERPRETED else 1024
 _BYTES_PER_PROGRAM = 1 << 15 if INTERPRETED else 1 << 13
 """Bytes per program of kernels over whole rows."""
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Integer types that rows are accessed as, by the bytes of their elements."""
 _MAX_ROWS = 1 << 12
 """Upper limit of the processes in an exchange."""
 
@@ -418,6 +366,13 @@ def from_bits(bits, CODE: tl.constexpr):
 
 
 @triton.jit
+def contents_of(row, CODE: tl.constexpr):
+    """Pointer to int32 or int16 according to ``CODE``: the elements behind a row's header."""
+    content = row + HEADER_WORDS
+    return content if CODE == FP32 else content.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
 def load_bits(elements, place, mask, CODE: tl.constexpr):
     """int32: elements of rows, which are int32 or int16 according to ``CODE``, as ``to_bits`` gives them."""
     bits = tl.load(elements + place, mask=mask, other=0).to(tl.int32)
@@ -442,7 +397,6 @@ def words_sum(bits, place, CODE: tl.constexpr):
 )
 def finish_kernel(
     words,
-    elements,
     row_units,
     values,
     num_words,
@@ -450,7 +404,6 @@ def finish_kernel(
     inverse_scale,
     square_sum,
     sums,
-    CODE: tl.constexpr,
     WIRE: tl.constexpr,
     FILLS: tl.constexpr,
     UNIT: tl.constexpr,
@@ -458,21 +411,21 @@ def finish_kernel(
 ):
     """Write header and checksum of each row; with ``FILLS``, ``values`` before that, row by row.
 
-    Programs: chunks of a row, rows. Rows (``words``; as ``elements`` integers of the size of the type of ``WIRE``) have
-    ``row_units * UNIT`` words, and there are ``num_words * 32`` values; ``sums`` is int32[rows, 2] of zeros.
+    Programs: chunks of a row, rows. Rows have ``row_units * UNIT`` words, and elements of the type of ``WIRE``; there
+    are ``num_words * 32`` values; ``sums`` is int32[rows, 2] of zeros.
     """
     PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
     number, chunk = tl.program_id(1), tl.program_id(0)
     row_words = row_units * UNIT
     content = (row_words - HEADER_WORDS) * PER_WORD
     row = words + number.to(tl.int64) * row_words
-    own = elements + number.to(tl.int64) * (row_words * PER_WORD) + HEADER_WORDS * PER_WORD
+    own = contents_of(row, WIRE)
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < content
     if FILLS:
         before, num_values = number.to(tl.int64) * content, num_words.to(tl.int64) * WORD_BITS
         filled = inside & (before + place < num_values)
-        bits = to_bits(load_flat(values, before + place, filled, CODE), WIRE)
+        bits = to_bits(load_flat(values, before + place, filled), WIRE)
         store_bits(own, place, filled, bits, WIRE)
         kept = load_bits(own, place, inside & (before + place >= num_values), WIRE)
         bits = tl.where(filled, bits, kept)
@@ -493,13 +446,11 @@ def finish_kernel(
 @triton.jit(do_not_specialize=["row_units", "num_words"])
 def read_kernel(
     words,
-    elements,
     row_units,
     values,
     num_words,
     damages,
     sums,
-    CODE: tl.constexpr,
     WIRE: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -510,12 +461,12 @@ def read_kernel(
     row_words = row_units * UNIT
     content = (row_words - HEADER_WORDS) * PER_WORD
     row = words + number.to(tl.int64) * row_words
-    own = elements + number.to(tl.int64) * (row_words * PER_WORD) + HEADER_WORDS * PER_WORD
+    own = contents_of(words, WIRE) + number.to(tl.int64) * (row_words * PER_WORD)  # so ptxas spills no register
     place = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = place < content
     bits = load_bits(own, place, inside, WIRE)
     before, num_values = number.to(tl.int64) * content, num_words.to(tl.int64) * WORD_BITS
-    store_flat(values, before + place, inside & (before + place < num_values), from_bits(bits, WIRE), CODE)
+    store_flat(values, before + place, inside & (before + place < num_values), from_bits(bits, WIRE))
     own_sums = sums + 2 * number
     tl.atomic_add(own_sums, words_sum(bits, place, WIRE))
     if is_last(own_sums + 1, tl.num_programs(0)):
@@ -532,29 +483,25 @@ def damage(row, content):
 @triton.jit(do_not_specialize=["row_units", "num_words"])
 def mean_kernel(
     words,
-    elements,
     row_units,
     out,
     num_words,
-    out_words,
     header,
     damages,
     sums,
     NUM_ROWS: tl.constexpr,
     INTO_ROWS: tl.constexpr,
-    CODE: tl.constexpr,
     WIRE: tl.constexpr,
     UNIT: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """out <- the mean of rows; ``header`` <- their common header; ``damages`` <- 0 for each intact row.
 
-    Programs: with ``INTO_ROWS`` chunks of a row of ``out`` (elements as those of rows, ``out_words`` being the same),
-    and these rows, which get headers and checksums; else chunks of a row, and ``out`` has ``num_words * 32`` elements.
+    Programs: with ``INTO_ROWS`` chunks of a row of ``out`` (whose elements are like those of rows), and these rows,
+    which get headers and checksums; else chunks of a row, and ``out`` has ``num_words * 32`` elements.
     Rows are those of ``finish_kernel``; ``sums`` is int32[NUM_ROWS + 1 + rows of out] of zeros.
     """
     PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
-    HEADER: tl.constexpr = HEADER_WORDS * PER_WORD
     row_words = row_units * UNIT
     out_content = tl.multiple_of((row_words - HEADER_WORDS) // tl.num_programs(1), UNIT)
     out_row_words, length = HEADER_WORDS + out_content, out_content * PER_WORD
@@ -567,7 +514,7 @@ def mean_kernel(
             largest = tl.maximum(largest, tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True))
             row += row_words
     total = tl.full([CHUNK], 0.0, tl.float32)
-    row, own = words, elements + HEADER + result * length
+    row, own = words, contents_of(words, WIRE) + result * length
     for number in range(NUM_ROWS):
         bits = load_bits(own, place, inside, WIRE)
         term = from_bits(bits, WIRE)
@@ -580,10 +527,10 @@ def mean_kernel(
     mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
     if INTO_ROWS:
         bits = tl.where(inside, to_bits(mean, WIRE), 0)
-        store_bits(out + result * (out_row_words * PER_WORD) + HEADER, place, inside, bits, WIRE)
+        store_bits(contents_of(out + result * out_row_words, WIRE), place, inside, bits, WIRE)
         tl.atomic_add(sums + NUM_ROWS + 1 + result, words_sum(bits, place, WIRE))
     else:
-        store_flat(out, place, place < num_words * WORD_BITS, mean, CODE)
+        store_flat(out, place, place < num_words * WORD_BITS, mean)
     if is_last(sums + NUM_ROWS, tl.num_programs(0) * tl.num_programs(1)):
         tl.store(sums + NUM_ROWS, 0)
         status, inverse_scale, square_sum = 0.0, 0.0, 0.0
@@ -599,7 +546,7 @@ def mean_kernel(
         tl.store(header + SQUARE_SUM, square_sum)
         if INTO_ROWS:
             of_results = sums + NUM_ROWS + 1
-            seal_rows(out_words, out_row_words, tl.num_programs(1), status, inverse_scale, square_sum, of_results)
+            seal_rows(out, out_row_words, tl.num_programs(1), status, inverse_scale, square_sum, of_results)
 
 
 @triton.jit
@@ -608,8 +555,6 @@ def _pack_blocks(
     takes_part,
     inside,
     rows,
-    scales,
-    codes,
     row_start,
     index,
     codes_at,
@@ -640,7 +585,7 @@ def _pack_blocks(
             rounded = tl.where(rounded > 0x7FC0, 0x7FC0, rounded)
             stored = tl.where(rounded >= 0x80, rounded, 0).to(tl.uint16)
         scale = from_bf16_bits(stored)
-        tl.store(scales + row_start // 2 + FIRST_SCALE + index, stored.to(tl.int16, bitcast=True), mask=inside)
+        tl.store(scales_of(rows) + row_start // 2 + index, stored, mask=inside)
         words_sum = stored.to(tl.int32) << (index % 2 * 16)  # two scales share a word
     if BITS == 1:
         bits = total >= 0.0 if SCALED else total > uniform_draws(key_low, key_high, element)
@@ -654,7 +599,7 @@ def _pack_blocks(
         parts = tl.reshape(levels, [BLOCKS, 8 // BITS, WORDS * WORD_BITS * BITS // 8])
         shared = tl.sum(parts << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
         places = code_places(row_start, codes_at, index, BITS, WORDS)
-        tl.store(codes + places, shared.to(tl.uint8), mask=inside[:, None])
+        tl.store(bytes_of(rows) + places, shared.to(tl.uint8), mask=inside[:, None])
         in_words = shared << (tl.arange(0, WORDS * WORD_BITS * BITS // 8) % 4 * 8)[None, :]
         words_sum = add_words(words_sum, tl.sum(in_words, axis=1))
         says = level_values(levels, scale, BITS)
@@ -674,8 +619,6 @@ def compress_kernel(
     first,
     last,
     rows,
-    scales,
-    codes,
     active,
     first_row_block,
     row_blocks,
@@ -689,7 +632,6 @@ def compress_kernel(
     num_rows,
     sums,
     SEALS: tl.constexpr,
-    CODE: tl.constexpr,
     BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -704,7 +646,7 @@ def compress_kernel(
     inside = block < last
     element = element_places(block, WORDS)
     mask = inside[:, None, None]
-    total = load_flat(value, element, mask, CODE) + load_flat(error, element, mask, CODE)
+    total = load_flat(value, element, mask) + load_flat(error, element, mask)
     takes_part = load_active(active, block, inside, WORDS)
     total = tl.where(takes_part, total, 0.0)
     row = (block - first_row_block) // row_blocks
@@ -715,8 +657,6 @@ def compress_kernel(
         takes_part,
         inside,
         rows,
-        scales,
-        codes,
         row_start,
         index,
         codes_at,
@@ -728,7 +668,7 @@ def compress_kernel(
         BLOCKS,
         WORDS,
     )
-    store_flat(new_error, element, mask, lost, CODE)
+    store_flat(new_error, element, mask, lost)
     if SEALS:
         tl.atomic_add(sums + 1 + row, words_sums, mask=inside)
         tl.debug_barrier()  # the program is counted when all of its threads have added their parts
@@ -742,21 +682,16 @@ def compress_kernel(
 def reduce_kernel(
     num_blocks,
     rows,
-    scales,
-    codes,
     row_bytes,
     codes_at,
     error,
     active,
     first_block,
     out,
-    out_scales,
-    out_codes,
     key_low,
     key_high,
     sums,
     NUM_ROWS: tl.constexpr,
-    CODE: tl.constexpr,
     BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -771,12 +706,12 @@ def reduce_kernel(
     inside = index < num_blocks
     mask = inside[:, None, None]
     place = element_places(index, WORDS)
-    residual = load_flat(error, place, mask, CODE)
+    residual = load_flat(error, place, mask)
     takes_part = load_active(active, first_block + index, inside, WORDS)
     total = tl.full([BLOCKS, WORDS, WORD_BITS], 0.0, tl.float32)
     row_start = tl.full([BLOCKS], 0, tl.int64)
     for _ in range(NUM_ROWS):
-        total += load_codes(rows, scales, codes, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+        total += load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
         row_start += row_bytes
     mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
     mean = tl.where(takes_part, mean + residual, 0.0)
@@ -785,8 +720,6 @@ def reduce_kernel(
         takes_part,
         inside,
         out,
-        out_scales,
-        out_codes,
         tl.full([BLOCKS], 0, tl.int64),
         index,
         codes_at,
@@ -798,7 +731,7 @@ def reduce_kernel(
         BLOCKS,
         WORDS,
     )
-    store_flat(error, place, mask, lost, CODE)
+    store_flat(error, place, mask, lost)
     part = tl.sum(words_sums, axis=0)
     if tl.program_id(0) == 0:
         part = add_words(part, header_sum(out))
@@ -811,8 +744,6 @@ def decode_kernel(
     first,
     last,
     rows,
-    scales,
-    codes,
     active,
     first_row_block,
     row_blocks,
@@ -828,7 +759,7 @@ def decode_kernel(
     inside = block < last
     row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
     index = (block - first_row_block) % row_blocks
-    says = load_codes(rows, scales, codes, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+    says = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
     says = tl.where(load_active(active, block, inside, WORDS), says, 0.0)
     tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
 
@@ -861,11 +792,9 @@ class TritonRows:
         header = torch.empty(HEADER_BYTES // 4, dtype=torch.float32, device=rows.device)
         damages = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         into_rows = out.dtype == torch.uint8
-        results, words = (out, out.view(torch.int32)) if into_rows else (rows[:1], header)
-        found, constants = (header, damages, self._sums), {"NUM_ROWS": len(rows), "INTO_ROWS": into_rows}
-        self._launch(
-            mean_kernel, rows, results, dtype, out.view(dtype) if into_rows else out, words, *found, **constants
-        )
+        constants = {"NUM_ROWS": len(rows), "INTO_ROWS": into_rows}
+        results = out if into_rows else rows[:1]
+        self._launch(mean_kernel, rows, results, dtype, out, header, damages, self._sums, **constants)
         return header, damages
 
     def read_rows(self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -887,18 +816,15 @@ class TritonRows:
         assert len(rows) < _MAX_ROWS
         # with 4 as a known factor, words are accessed in fours
         unit = 1 if rows.size(1) % 16 or results.size(1) % 16 else 4
-        integers = _INTEGERS[dtype.itemsize]
         _start(
             kernel,
             (triton.cdiv(results.size(1), _BYTES_PER_PROGRAM), len(results)),
             rows.device,
             rows.view(torch.int32),
-            rows.view(integers),
             rows.size(1) // (4 * unit),
-            values.view(integers) if values.dim() == 2 else as_elements(values),  # rows, or a flat buffer
+            values.view(torch.int32) if values.dim() == 2 else values,  # rows, or a flat buffer
             values.numel() // WORD,
             *others,
-            CODE=CODES[values.dtype],
             WIRE=CODES[dtype],
             UNIT=unit,
             CHUNK=_BYTES_PER_PROGRAM // dtype.itemsize,
@@ -923,9 +849,14 @@ class TritonCodec(TritonRows):
     ) -> None:
         super().__init__(device)
         self.format = PackedFormat.of(quantizer, block_size)
-        self._tiling = tiling(
-            block_size, elements_per_program=elements_per_program, elements_per_warp=_ELEMENTS_PER_WARP
-        )
+        if block_size > _LARGEST_BLOCK:
+            raise UserError(
+                f"block_size is {block_size}; backend triton takes at most {_LARGEST_BLOCK}: "
+                "set the backend to reference"
+            )
+        elements = max(block_size, elements_per_program)
+        self._blocks = elements // block_size  # of a program, a power of two
+        self._num_warps = min(_MAX_WARPS, max(1, elements // _ELEMENTS_PER_WARP))
 
     def compress(
         self,
@@ -939,14 +870,13 @@ class TritonCodec(TritonRows):
         new_error: torch.Tensor | None = None,
         header: Header | None = None,
     ) -> None:
-        launch(
+        self._run(
             compress_kernel,
-            self._tiling,
             last - first if header is None else max(1, last - first),  # rows without blocks get headers as well
             value.device,
-            as_elements(value),
-            as_elements(error),
-            as_elements(value if new_error is None else new_error),
+            value,
+            error,
+            value if new_error is None else new_error,
             first,
             last,
             *packed_arguments(packed),
@@ -955,47 +885,46 @@ class TritonCodec(TritonRows):
             len(packed.rows),
             self._sums,
             SEALS=header is not None,
-            CODE=CODES[value.dtype],
-            BITS=self.format.bits,
-            SCALED=self.format.scaled,
         )
 
     def reduce(self, received: Packed, error: torch.Tensor, out: Packed, row: int, key: int) -> None:
         num_blocks = error.numel() // self.format.block_size
-        launch(
+        self._run(
             reduce_kernel,
-            self._tiling,
             max(1, num_blocks),  # a row without blocks gets its checksum as well
             error.device,
             num_blocks,
-            *row_views(received.rows),
-            received.rows.stride(0),
+            received.rows.view(torch.int32),
+            received.rows.size(1),
             out.codes_offset,
-            as_elements(error),
+            error,
             out.active,
             out.first_block + row * out.row_blocks,
-            *row_views(out.rows[row]),
+            out.rows[row].view(torch.int32),
             *_key_words(key),
             self._sums,
             NUM_ROWS=len(received.rows),
-            CODE=CODES[error.dtype],
-            BITS=self.format.bits,
-            SCALED=self.format.scaled,
         )
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
-        launch(
-            decode_kernel,
-            self._tiling,
-            last - first,
-            out.device,
-            out,
-            first,
-            last,
-            *packed_arguments(packed),
-            BITS=self.format.bits,
-            SCALED=self.format.scaled,
-        )
+        self._run(decode_kernel, last - first, out.device, out, first, last, *packed_arguments(packed))
+
+    def _run(self, kernel: Any, num_blocks: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
+        """Run a kernel over ``num_blocks`` blocks."""
+        if num_blocks > 0:
+            form = self.format
+            _start(
+                kernel,
+                (-(-num_blocks // self._blocks),),
+                device,
+                *arguments,
+                **constants,
+                BITS=form.bits,
+                SCALED=form.scaled,
+                BLOCKS=self._blocks,
+                WORDS=form.block_size // WORD,
+                num_warps=self._num_warps,
+            )
 
 
 def on_device(header: Header, device: torch.device) -> list[torch.Tensor]:
