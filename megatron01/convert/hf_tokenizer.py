@@ -190,7 +190,7 @@ def write_json(path: Path, entries: Mapping[str, Any]) -> None:
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # SentencePiece.Type
 
-_UNUSUAL = "  Some  text, 1234 \u00bd \ufb01ne; \u00c9tienne e\u0301t \u4f60\u597d \U0001f600\U0001f600 \u3000(end) "
+_ODD_TEXT = "  Some  text, 1234 \u00bd \ufb01ne; \u00c9tienne e\u0301t \u4f60\u597d \U0001f600\U0001f600 \u3000(end) "
 
 Value = int | bytes
 
@@ -235,7 +235,7 @@ def _require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> Non
         _NotExpressible: if it does not.
     """
     ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_control(token)]
-    texts = [_UNUSUAL, *(tokenizer.decode(ids[start : start + 16]) for start in range(0, len(ids), 16))]
+    texts = [_ODD_TEXT, *(tokenizer.decode(ids[start : start + 16]) for start in range(0, len(ids), 16))]
     encodings = Backend.from_str(definition).encode_batch(texts)
     for text, expected, encoding in zip(texts, tokenizer.encode_batch(texts), encodings, strict=True):
         if encoding.ids != expected:

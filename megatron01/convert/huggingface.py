@@ -274,7 +274,7 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     return BertModelConfig(**settings, norm_placement="post" if kind == "bert" else "pre"), num_ids
 
 
-def _expanded(config: Config, *, binary_head: bool) -> list[_Tensors]:
+def _all_tensors(config: Config, *, binary_head: bool) -> list[_Tensors]:
     """All tensors of a model, with layer numbers and ``.weight`` or ``.bias`` filled in."""
     rows = _ARCHITECTURES[_model_type(config)].tensors + (_BINARY_HEAD_TENSORS if binary_head else ())
     placed = [(row, "") for row in rows if "#" not in row.ours]
@@ -304,7 +304,7 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
     Raises:
         UserError: if a tensor is missing or unexpected.
     """
-    tensors = _expanded(config, binary_head="binary_head.weight" in weights)
+    tensors = _all_tensors(config, binary_head="binary_head.weight" in weights)
     _check_names(weights, [row.ours for row in tensors], "megatron01")
     for ours, theirs, kind in tensors:
         tensor = weights[ours]
@@ -341,7 +341,7 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
     if not binary_head:  # then the pooler is not used in pretraining
         left.pop("bert.pooler.dense.weight", None)
         left.pop("bert.pooler.dense.bias", None)
-    tensors = _expanded(config, binary_head=binary_head)
+    tensors = _all_tensors(config, binary_head=binary_head)
     _check_names(left, [name for row in tensors for name in _their_names(row.theirs)], "Hugging Face")
     imported: dict[str, Tensor] = {}
     for ours, theirs, kind in tensors:
@@ -403,7 +403,7 @@ CONFIG_FILE = "config.json"
 _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 _FILE = "a file of transformers"
-_SAMPLE = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
+_SAMPLE_TEXT = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -458,7 +458,7 @@ def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
     Raises:
         UserError: if its vocabulary size differs, or its ids for a sample text.
     """
-    if given.vocab_size != own.vocab_size or given.encode(_SAMPLE) != own.encode(_SAMPLE):
+    if given.vocab_size != own.vocab_size or given.encode(_SAMPLE_TEXT) != own.encode(_SAMPLE_TEXT):
         raise UserError(
             f"{given.name} ({given.vocab_size} ids) encodes text differently from the model's own {own.name}"
             f" ({own.vocab_size} ids); give the tokenizer with which the model was trained"

@@ -44,7 +44,7 @@ def generate(config: GenerateConfig) -> None:
     stop = tokenizer.eod if config.stop_at_eod else None
     settings = {"max_new_tokens": config.max_new_tokens, "sampling": sampling, "stop": stop}
     if config.interactive:
-        _converse(config, model, tokenizer, settings)
+        _interactive(config, model, tokenizer, settings)
         return
     jobs = [(text, _encode(text, model, tokenizer)) for text in texts for _ in range(config.num_samples)]
     lines = []
@@ -157,7 +157,7 @@ def _encode(text: str, model: GPT2, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def _converse(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+def _interactive(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
     """Continue each line of standard input, printing tokens as they are generated."""
     is_terminal = sys.stdin.isatty()
     if is_terminal:

@@ -107,12 +107,12 @@ def generate_steps(
     has_ended = [length == num_positions for length in lengths]
     for step in range(num_steps):
         chosen = choose(model.next_token_logits(tokens, cache), sampling, generators)
-        handed_out: list[int | None] = []
+        new_tokens: list[int | None] = []
         for index, token in enumerate(chosen.tolist()):
             has_ended[index] = has_ended[index] or token == stop
-            handed_out.append(None if has_ended[index] else token)
+            new_tokens.append(None if has_ended[index] else token)
             has_ended[index] = has_ended[index] or lengths[index] + step + 1 == num_positions
-        yield handed_out
+        yield new_tokens
         if all(has_ended):
             return
         tokens = chosen[:, None]

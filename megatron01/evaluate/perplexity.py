@@ -171,7 +171,8 @@ def read_documents(data: str, *, by_line: bool = False) -> list[str]:
     except UnicodeDecodeError as error:
         raise UserError(f"input {data} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if not any(suffix in _JSON_LINES for suffix in path.suffixes):
-        return text.removesuffix("\n").split("\n") if by_line else [text]
+        lines = text.removesuffix("\n").split("\n")
+        return [line.removesuffix("\r") for line in lines] if by_line else [text]
     documents = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():

@@ -32,7 +32,7 @@ Progress = Callable[[Run, int, int], None]
 
 _STEPS_BETWEEN_CHECKS = 50  # that the loss is finite; each check synchronizes with the GPU
 _ESTIMATED_STEPS = 8  # timed steps; the first is warm-up
-_EVALUATION = 0.25  # time to evaluate an example, relative to training on it
+_EVALUATION_COST = 0.25  # time to evaluate an example, relative to training on it
 
 
 class Training(NamedTuple):
@@ -213,7 +213,7 @@ class FineTuneBench(ABC):
         units = 0.0
         for run in runs:
             trained, evaluated = amounts[run.task]
-            units += self.config.epochs * trained + _EVALUATION * evaluated
+            units += self.config.epochs * trained + _EVALUATION_COST * evaluated
         return of_a_unit * units
 
     def measure(self, run: Run, progress: Progress = _no_progress) -> Result:

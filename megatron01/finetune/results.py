@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -51,14 +51,8 @@ def fingerprint_of(examples: Iterable[Any]) -> str:
     return digest.hexdigest()[:16]
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the table of results.
-
-    Attributes:
-        metric: its key in ``Result.metrics``.
-        title: its heading.
-    """
+class Column(NamedTuple):
+    """A column of the table of results: its key in ``Result.metrics``, and its heading."""
 
     metric: str
     title: str

@@ -13,8 +13,8 @@ from typing import Any
 from megatron01.errors import UserError
 from megatron01.integrations.common import (
     MARKER,
-    found_optimizer,
-    keep_all_local,
+    find_optimizer,
+    keep_all_gradients_local,
     load_state,
     marker,
     require_version,
@@ -34,7 +34,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     state of every replica, in a folder that all machines must see, and the model with the replicated weights.
     ``accelerator.clip_grad_norm_`` is refused: give the optimizer ``max_grad_norm``.
     """
-    found = [found_optimizer(value) for value in objects]
+    found = [find_optimizer(value) for value in objects]
     ours = [optimizer for optimizer in found if optimizer is not None]
     if len(ours) != 1:
         raise UserError(f"prepare got {len(ours)} optimizers of megatron01; expected one")
@@ -42,7 +42,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     results = prepared if isinstance(prepared, tuple) else (prepared,)
     for value in results:
         if hasattr(value, "modules"):
-            keep_all_local(value)
+            keep_all_gradients_local(value)
     _StateOfReplicas(accelerator, results[found.index(ours[0])], ours[0])
 
     def refuse(*_: Any, **__: Any) -> None:

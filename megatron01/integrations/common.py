@@ -47,7 +47,7 @@ def _numbers(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
 
 
-def found_optimizer(value: Any) -> FlatOptimizer | None:
+def find_optimizer(value: Any) -> FlatOptimizer | None:
     """The optimizer of this package inside a framework's wrappers; None if ``value`` is anything else."""
     found = None
     while isinstance(value, torch.optim.Optimizer):  # not a scheduler, which has one too
@@ -57,7 +57,7 @@ def found_optimizer(value: Any) -> FlatOptimizer | None:
     return found
 
 
-def keep_all_local(module: torch.nn.Module) -> None:
+def keep_all_gradients_local(module: torch.nn.Module) -> None:
     """Apply ``keep_gradients_local`` to the DistributedDataParallel modules that a framework put around a model."""
     for inner in module.modules():
         if isinstance(inner, DistributedDataParallel):
@@ -72,7 +72,7 @@ class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):
     """
 
     def __init__(self, optimizer: Any) -> None:
-        found = found_optimizer(optimizer)
+        found = find_optimizer(optimizer)
         if found is None:
             raise UserError(f"the optimizer is {type(optimizer).__name__}; expected one of megatron01's")
         self.optimizer: Any = optimizer

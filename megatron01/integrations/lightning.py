@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron01.errors import UserError
 from megatron01.integrations.common import (
     MARKER,
-    found_optimizer,
-    keep_all_local,
+    find_optimizer,
+    keep_all_gradients_local,
     load_state,
     marker,
     require_version,
@@ -57,7 +57,7 @@ class CompressedDDP(DDPStrategy):
 
     @property
     def _ours(self) -> FlatOptimizer | None:
-        return next((found for found in map(found_optimizer, self.optimizers) if found is not None), None)
+        return next((found for found in map(find_optimizer, self.optimizers) if found is not None), None)
 
     def setup(self, trainer: Any) -> None:
         if trainer.gradient_clip_val:
@@ -70,7 +70,7 @@ class CompressedDDP(DDPStrategy):
     def configure_ddp(self) -> None:
         super().configure_ddp()
         assert self.model is not None
-        keep_all_local(self.model)
+        keep_all_gradients_local(self.model)
 
     def _enter(self) -> None:
         if (ours := self._ours) is not None and self._consensus is None:
@@ -96,7 +96,7 @@ class CompressedDDP(DDPStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The marker in the checkpoint in place of the state, which ``save_checkpoint`` writes to files beside it."""
-        ours = found_optimizer(optimizer)
+        ours = find_optimizer(optimizer)
         return super().optimizer_state(optimizer) if ours is None else marker(ours)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -116,7 +116,7 @@ class CompressedDDP(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            ours = found_optimizer(optimizer)
+            ours = find_optimizer(optimizer)
             if ours is not None and MARKER in state:
                 load_state(ours, _folder(self._loaded_from), _scaler(self.precision_plugin))
             else:
@@ -141,7 +141,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The marker in the checkpoint in place of the state, which ``save_checkpoint`` writes to files beside it."""
-        ours = found_optimizer(optimizer)
+        ours = find_optimizer(optimizer)
         return super().get_optimizer_state(optimizer) if ours is None else marker(ours)
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -167,7 +167,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
 
 def _entry_of_ours(state: dict[str, Any]) -> tuple[str, FlatOptimizer | None]:
     """Key and optimizer of this package in a checkpoint's contents; ("", None) if there is none."""
-    ours = [(key, found) for key, value in state.items() if (found := found_optimizer(value)) is not None]
+    ours = [(key, found) for key, value in state.items() if (found := find_optimizer(value)) is not None]
     if len(ours) > 1:
         raise UserError(f"a checkpoint has {len(ours)} optimizers of megatron01; expected one")
     return ours[0] if ours else ("", None)

@@ -16,8 +16,8 @@ import torch
 from megatron01.errors import UserError
 from megatron01.integrations.common import (
     ShownSchedule,
-    found_optimizer,
-    keep_all_local,
+    find_optimizer,
+    keep_all_gradients_local,
     load_state,
     require_version,
     save_state,
@@ -56,7 +56,7 @@ class CompressedTrainerMixin:
         super().__init__(*args, **kwargs)
         if self.lr_scheduler is not None:
             raise UserError("optimizers gives the Trainer a scheduler; expected (optimizer, None): it follows its own")
-        if self.optimizer is not None and found_optimizer(self.optimizer) is None:
+        if self.optimizer is not None and find_optimizer(self.optimizer) is None:
             raise UserError(
                 f"optimizers gives the Trainer a {type(self.optimizer).__name__}; expected one of megatron01's, or none"
             )
@@ -67,12 +67,12 @@ class CompressedTrainerMixin:
 
     @property
     def _ours(self) -> FlatOptimizer | None:
-        return found_optimizer(self.optimizer)
+        return find_optimizer(self.optimizer)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._num_training_steps = max_steps
         model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        keep_all_local(model)
+        keep_all_gradients_local(model)
         return model, train_dataloader
 
     def create_optimizer(self, model: Any = None) -> Any:

@@ -16,7 +16,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
 from megatron01.integrations import ShownSchedule, save_state
-from megatron01.integrations.common import found_optimizer, require_version
+from megatron01.integrations.common import find_optimizer, require_version
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
@@ -75,9 +75,9 @@ def test_an_optimizer_of_another_package_is_found_and_its_scheduler_is_none() ->
         """Neither of this package nor wrapped."""
 
     optimizer = Own([torch.nn.Parameter(torch.zeros(2))], LRSchedule(style="constant", peak_lr=0.1, total_steps=1))
-    assert found_optimizer(optimizer) is found_optimizer(LightningOptimizer(optimizer)) is optimizer
-    assert found_optimizer(ShownSchedule(optimizer)) is None
-    assert found_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
+    assert find_optimizer(optimizer) is find_optimizer(LightningOptimizer(optimizer)) is optimizer
+    assert find_optimizer(ShownSchedule(optimizer)) is None
+    assert find_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
 
 
 def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:

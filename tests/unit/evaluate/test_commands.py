@@ -59,7 +59,7 @@ def test_generate_equals_transformers(folder, capsys):
 
 def test_prompts_from_a_file(folder, tmp_path, capsys):
     lines, objects, results = tmp_path / "p.txt", tmp_path / "p.jsonl", tmp_path / "results.jsonl"
-    lines.write_text("the fox\n\nseven boats\n")
+    lines.write_bytes(b"the fox\r\n\nseven boats\r\n")
     objects.write_text('{"text": "the fox"}\n{"text": ""}\n{"text": "seven boats"}\n')
     sampling = ["--seed", 3, "--top-k", 50, "--temperature", 0.7, "--max-new-tokens", 8]
     _, output, _ = run(capsys, "generate", "--load", folder / "gpt", "--prompt-file", lines, *sampling)
