@@ -58,7 +58,7 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
         with _locked(entry) as is_locked:
             arrays = _load(entry, text)  # another process may have built it meanwhile
             if arrays is None:
-                if is_locked:  # what processes that were killed left is nobody else's
+                if is_locked:  # else a temporary folder may be that of a process that is still writing
                     for leftover in folder.glob(f"{entry.name}.*.tmp"):
                         shutil.rmtree(leftover, ignore_errors=True)
                 _store(entry, text, build())
