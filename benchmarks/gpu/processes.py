@@ -104,7 +104,7 @@ def _take_steps(size: str, local: int) -> dict[str, Any]:
             kinds.append(optimizer.last_step.kind)
         return {
             "device": group.device.type,
-            "hierarchical": topology.is_hierarchical,
+            "hierarchical": topology.local is not None,
             "kinds": kinds,
             "losses": losses,
             "seconds": time.perf_counter() - start,

@@ -195,8 +195,8 @@ class DenseAllReduce:
             yield self._local.all_to_all(inside_received, inside_sent)
             common = self._mean(inside_received, sent, self._local)
             if by_node:
-                elements = self._elements(sent, blocks).unflatten(-1, (-1, self._block_size))
-                squares = self._norms.add(bucket, elements, common[INVERSE_SCALE_WORD])
+                means = sent[:, HEADER_BYTES:].view(self._dtype).unflatten(1, (-1, self._block_size))
+                squares = self._norms.add(bucket, means, common[INVERSE_SCALE_WORD])
                 if isinstance(squares, torch.Tensor):  # the last bucket's header has the sum over all
                     header = Header(common[STATUS_WORD], common[INVERSE_SCALE_WORD], squares)
                     self._kernels.finish_rows(sent, header)
@@ -252,11 +252,6 @@ class DenseAllReduce:
         """uint8[num_rows, row_bytes]: the front of a buffer as rows of ``blocks`` blocks."""
         row_bytes = self._row_bytes(blocks)
         return buffer[: num_rows * row_bytes].view(num_rows, row_bytes)
-
-    def _elements(self, rows: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """[..., elements] of a row or several (uint8[..., row_bytes])."""
-        num_bytes = num_blocks * self._block_size * self._dtype.itemsize
-        return rows[..., HEADER_BYTES : HEADER_BYTES + num_bytes].view(self._dtype)
 
 
 @dataclass

@@ -244,7 +244,10 @@ class OneBitAllReduce(Exchange):
             self._codec.finish_rows(payload.sent.rows, header)
             payload.work = self._servers.all_to_all(payload.received.rows, payload.sent.rows)
         elif self._reduces_inside:
-            sent, payload.inside = self._inside_rows(payload)
+            part = self._servers.size * payload.sent.row_blocks
+            shape = self._num_local, dense_row_bytes(part, self._block_size, _INSIDE_DTYPE.itemsize)
+            buffers = self._inside[len(self._sent) % 2]
+            sent, payload.inside = (rows[: shape[0] * shape[1]].view(shape) for rows in buffers)
             self._codec.finish_rows(sent, header, self._elements(self._value, self.buckets[bucket]))
             payload.work = self._local.all_to_all(payload.inside, sent)
             if self._sent:
@@ -391,12 +394,6 @@ class OneBitAllReduce(Exchange):
             )
             for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True)
         ]
-
-    def _inside_rows(self, payload: Payload) -> tuple[torch.Tensor, ...]:
-        """uint8[processes, row_bytes] each, for the bucket that is next: what is sent and received inside the node."""
-        part = self._servers.size * payload.sent.row_blocks
-        shape = self._num_local, dense_row_bytes(part, self._block_size, _INSIDE_DTYPE.itemsize)
-        return tuple(rows[: shape[0] * shape[1]].view(shape) for rows in self._inside[len(self._sent) % 2])
 
     def _elements(self, buffer: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
         """The elements of these blocks."""

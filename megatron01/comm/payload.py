@@ -194,8 +194,8 @@ class Packed:
 
 
 def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:
-    """Bytes of a row of uncompressed elements, rounded up so that the next row's header stays aligned."""
-    return HEADER_BYTES + -(-row_blocks * block_size * element_size // HEADER_BYTES) * HEADER_BYTES
+    """Bytes of a row of uncompressed elements: whole headers, as blocks have at least 32 elements."""
+    return HEADER_BYTES + row_blocks * block_size * element_size
 
 
 def headers_of(rows: torch.Tensor) -> torch.Tensor:

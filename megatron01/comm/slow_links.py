@@ -42,7 +42,7 @@ class PairwiseRounds:
         self._rank, self._size = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._sender = _sender_of(process_group)
 
-    def start(self, received: torch.Tensor, sent: torch.Tensor) -> UnderWay:
+    def start(self, received: torch.Tensor, sent: torch.Tensor) -> _Batch:
         """Row i of ``received`` (uint8[size, row_bytes]) comes from process i; row j of ``sent``, or its only row, goes
         to process j."""
         places, rank, size = received.view(self._size, -1), self._rank, self._size
@@ -53,14 +53,14 @@ class PairwiseRounds:
             source = (rank - step) % size
             receiving.append(_started(dist.irecv(places[source], group=self._group, group_src=source, tag=tag)))
         peers = [(rank + step) % size for step in range(1, size)]
-        batch = _Batch(self._group, [rows[peer] for peer in peers], peers, tag)
+        batch = _Batch(self._group, receiving, [rows[peer] for peer in peers], peers, tag)
         if len(peers) == 1:
             batch.send_next()
             batch.finished.set()
         else:
             self._sender.hand_over(batch)
         places[rank].copy_(rows[rank])
-        return UnderWay(receiving, batch)
+        return batch
 
 
 def link_rate(process_group: dist.ProcessGroup | None) -> float:
@@ -91,13 +91,14 @@ def link_rate(process_group: dist.ProcessGroup | None) -> float:
 
 @dataclass
 class _Batch:
-    """The rows that one collective sends, in this order.
+    """``Work`` of one collective: the rows that it receives, and those that it sends, in this order.
 
     Attributes:
         finished: set when no more rows are to be started, or one could not be sent (see ``error``).
     """
 
     group: dist.ProcessGroup | None
+    receiving: list[dist.Work]
     rows: Sequence[torch.Tensor]
     peers: Sequence[int]
     tag: int
@@ -126,24 +127,13 @@ class _Batch:
             self.last = None
 
     def wait(self) -> None:
+        # wait for the last to arrive first: the others are then complete, and this thread sleeps only once
+        while self.receiving:
+            self.receiving.pop().wait()
         self.finished.wait()
         if self.error is not None:
             raise self.error
         self.wait_for_last()
-
-
-class UnderWay:
-    """``Work`` of one collective."""
-
-    def __init__(self, receiving: list[dist.Work], batch: _Batch) -> None:
-        self._receiving = receiving
-        self._batch = batch
-
-    def wait(self) -> None:
-        # wait for the last to arrive first: the others are then complete, and this thread sleeps only once
-        while self._receiving:
-            self._receiving.pop().wait()
-        self._batch.wait()
 
 
 class _Sender:

@@ -36,8 +36,6 @@ class Topology:
         world: all processes.
         local: the m processes of this node; None where the exchange is flat.
         across: the N processes with this local rank, one per node; None where the exchange is flat.
-        num_nodes: N; 1 where the nodes are not known.
-        local_size: m, processes of each node; 1 where the nodes are not known.
         replica: "process": every process is a replica; "node": the processes of a node together are one, and have the
             same values in an exchange.
         remote_peers: processes on other nodes, for the bytes of a flat exchange that leave the node.
@@ -46,8 +44,6 @@ class Topology:
     world: Transport
     local: Transport | None = None
     across: Transport | None = None
-    num_nodes: int = 1
-    local_size: int = 1
     replica: Replica = "process"
     remote_peers: int = 0
 
@@ -55,8 +51,7 @@ class Topology:
         if self.local is None or self.across is None:
             assert self.local is None and self.across is None and self.replica == "process"
         else:
-            assert (self.local.size, self.across.size) == (self.local_size, self.num_nodes)
-            assert self.local_size * self.num_nodes == self.world.size
+            assert self.local.size * self.across.size == self.world.size
 
     @classmethod
     def flat(cls, transport: Transport | dist.ProcessGroup | None = None, *, local_size: int = 1) -> Topology:
@@ -76,19 +71,17 @@ class Topology:
         cls, world: Transport, local: Transport, across: Transport, *, replica: Replica = "process"
     ) -> Topology:
         """N nodes of m processes: ``local`` connects those of a node, ``across`` those of one local rank."""
-        return cls(
-            world=world,
-            local=local,
-            across=across,
-            num_nodes=across.size,
-            local_size=local.size,
-            replica=replica,
-            remote_peers=world.size - local.size,
-        )
+        return cls(world=world, local=local, across=across, replica=replica, remote_peers=world.size - local.size)
 
     @property
-    def is_hierarchical(self) -> bool:
-        return self.local is not None
+    def num_nodes(self) -> int:
+        """N; 1 where the exchange is flat."""
+        return 1 if self.across is None else self.across.size
+
+    @property
+    def local_size(self) -> int:
+        """m, processes of each node; 1 where the exchange is flat."""
+        return 1 if self.local is None else self.local.size
 
     @property
     def sealing(self) -> Transport:

@@ -76,7 +76,7 @@ def wire_types(topology: Topology, num_blocks: int, bucket: int) -> dict[str, An
             buffer = Buffer(own_value(topology.world.rank, num_blocks) * factor, cut=num_blocks // 2)
             assert reduce.all_reduce(buffer.source, buffer.target) == (Status.OK, 1.0)
             means[dtype].append(buffer.mean.view(-1) / factor)
-    return {"means": means, "hierarchical": topology.is_hierarchical, "rounds": topology.sent().rounds}
+    return {"means": means, "hierarchical": topology.local is not None, "rounds": topology.sent().rounds}
 
 
 # ranks, ranks per node; sizes that the ranks do not divide

@@ -46,7 +46,7 @@ def exchange_of(topology: Topology, num_blocks: int, bucket: int, quantizer: Qua
 
 
 def hierarchical(topology: Topology, num_blocks: int, buckets: list[int], quantizer: Quantizer) -> list[dict[str, Any]]:
-    assert topology.is_hierarchical
+    assert topology.local is not None
     rank, node = topology.world.rank, topology.world.rank // topology.local_size
     runs = []
     for bucket in buckets:

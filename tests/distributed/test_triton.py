@@ -114,7 +114,7 @@ def test_a_divided_optimizer() -> None:
 
 def exchange(topology: Topology, quantizer: Any) -> list[list[torch.Tensor]]:
     """Results and errors of some exchanges with each backend."""
-    assert topology.is_hierarchical
+    assert topology.local is not None
     outcomes = []
     for backend in BACKENDS:
         layout = BlockLayout(torch.tensor([BLOCK] * 10 + [17], dtype=torch.int32, device=DEVICE), BLOCK)

@@ -409,27 +409,13 @@ def _typed_move(source, start, target, place, count):
     return copy if widens == narrows else widen if widens else narrow
 
 
-def _add_to(total, source, start, count, factor):
-    """total[:count] += factor * source[start:][:count], of fp32 or bf16 (as uint16)."""
+def _widened(element):
+    """fp32 of an element of fp32 or bf16 (as uint16)."""
 
 
-@overload(_add_to)
-def _typed_add_to(total, source, start, count, factor):
-    if source.dtype == types.float32:
-
-        def add(total, source, start, count, factor):
-            given = source[start : start + count]
-            for i in range(count):
-                total[i] = total[i] + given[i] * factor
-
-    else:
-
-        def add(total, source, start, count, factor):
-            given = source[start : start + count]
-            for i in range(count):
-                total[i] = total[i] + _from_bf16(given[i]) * factor
-
-    return add
+@overload(_widened)
+def _typed_widened(element):
+    return (lambda element: element) if element == types.float32 else (lambda element: _from_bf16(element))
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -478,7 +464,9 @@ def _average_rows(first, last, rows, header, length, factors, out, out_header, o
         total[:] = _f32(0.0)
         for row in range(num_rows):
             place = row * (header + length) + header + start
-            _add_to(total, rows, place, count, factors[row])
+            given, factor = rows[place : place + count], factors[row]
+            for i in range(count):
+                total[i] = total[i] + _widened(given[i]) * factor
             sums[row, chunk] = _words_sum(rows, place, count)
         for i in range(count):
             total[i] = total[i] / _f32(num_rows)
