@@ -154,30 +154,33 @@ def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = No
     found: list[tuple[str, str, Sequence[Chart]]] = [
         (
             "Sample-wise convergence",
-            "Does it learn as much from each step and each token? Curves that lie on each other are what is hoped for.",
+            "Losses by steps and by tokens. Where curves coincide, the optimizers learn equally much from each step.",
             [*by_steps, *by_tokens],
         ),
         (
             "Time-wise convergence",
-            "Which is at the same loss first? Time is that of training steps alone, on the machines of these runs.",
+            "Losses by the time spent in training steps alone, on the machines of these runs.",
             by_time,
         ),
         (
             "Convergence by bytes sent",
-            "What a loss costs on the network, as counted when it was handed to the collectives. The axis is "
-            "logarithmic.",
+            "Losses by the bytes that one replica passed to the collectives. The axis is logarithmic.",
             by_bytes,
         ),
         ("Throughput", "End to end, over all replicas.", speed),
         ("Volume", "Bits that one replica sends per parameter and step, all steps counted.", [volume]),
-        ("Rounds", "Exchanges per step: what a slow network's latency is paid for.", [rounds]),
+        ("Rounds", "Exchanges per step; each takes at least the latency of the network.", [rounds]),
         (
             "Time share",
             "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "
             "measured, the backward pass taken as twice as long.",
             [share],
         ),
-        ("Schedules and compression", "What the optimizers did on the way.", on_the_way),
+        (
+            "Schedules and compression",
+            "Learning rate, synchronization, bytes and compression error over the run.",
+            on_the_way,
+        ),
     ]
     kept = [Panel(title, text, tuple(chart for chart in shown if chart.has_content)) for title, text, shown in found]
     return [panel for panel in kept if panel.charts]

@@ -17,7 +17,7 @@ from megatron01.compare import charts, page
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_metrics, read_run
-from megatron01.compare.summary import answers, conditions, summarize, table
+from megatron01.compare.summary import answers, caption_of, conditions, summarize, table
 from megatron01.config.command_line import parse
 from megatron01.config.fields import Bounded, Positive
 from megatron01.errors import UserError, require
@@ -210,11 +210,8 @@ def _describe(part: Part) -> str:
     summary, lines = part.summary, [part.section.title]
     if part.section.differs:
         lines.append(f"  not to be compared with the first: {part.section.differs}")
-    for text in (*answers(summary), *(f"note: {note}" for note in part.notes)):
+    for text in (*answers(summary), *(f"note: {note}" for note in part.notes), caption_of(summary)):
         lines += textwrap.wrap(text, _WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-    if math.isfinite(summary.target):
-        base = summary.rows[summary.baseline].group.label
-        lines.append(f"  speed-ups are to a {summary.target_kind} loss of {summary.target:.4f}, relative to {base}")
     lines += ["  " + line for line in columns(table(summary))]
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -13,7 +12,7 @@ import numpy as np
 from megatron01.compare import charts
 from megatron01.compare.charts import BarChart, Chart, LineChart, Panel
 from megatron01.compare.grouping import Section
-from megatron01.compare.summary import Summary, answers, table
+from megatron01.compare.summary import Summary, answers, caption_of, table
 from megatron01.utils.plotting import has_matplotlib
 
 _ROWS = 9  # rows of the table of a chart
@@ -71,7 +70,11 @@ def _part(part: Part, section: str, notes: Sequence[str]) -> str:
         parts.append(f'<p class="differs">Not to be compared with the first: {escape(part.section.differs)}.</p>')
     sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in answers(part.summary))
     parts += [f'<div class="answer">{sentences}</div>', _cards(part), _notes([*notes, *part.notes])]
-    parts += [_summary(part.summary, section), _switches(part, section)]
+    header, *rows = table(part.summary)
+    parts += [
+        _table(header, rows, caption_of(part.summary) or "All numbers", f"{section}-summary"),
+        _switches(part, section),
+    ]
     for panel in part.panels:
         figures = "".join(_figure(chart, section) for chart in panel.charts)
         parts.append(
@@ -117,15 +120,6 @@ def _switches(part: Part, section: str) -> str:
         '<p class="note">Curves are means over seeds where there are several; bands reach from the lowest to the '
         "highest seed.</p>"
     )
-
-
-def _summary(summary: Summary, section: str) -> str:
-    header, *rows = table(summary)
-    captions = ["Losses: ± standard deviation over seeds; gap: ± standard error."] if "±" in str(rows) else []
-    if math.isfinite(summary.target):
-        loss = f"{summary.target_kind} loss of {summary.target:.4f}"
-        captions.append(f"Speed-ups are to a {loss}, relative to {summary.rows[summary.baseline].group.label}.")
-    return _table(header, rows, " ".join(captions) or "All numbers", f"{section}-summary")
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, name: str) -> str:

@@ -399,6 +399,17 @@ def table(summary: Summary) -> list[list[str]]:
     return [["", *(row.group.label for row in rows)], *(line for line in lines if any(line[1:]))]
 
 
+def caption_of(summary: Summary) -> str:
+    """What the ± and the speed-ups of the table are."""
+    parts = []
+    if any(math.isfinite(loss.spread) for row in summary.rows for loss in (row.train_loss, row.held_out_loss)):
+        parts.append("Losses: ± standard deviation over seeds; gap: ± standard error.")
+    if math.isfinite(summary.target):
+        loss, base = f"{summary.target_kind} loss of {summary.target:.4f}", summary.rows[summary.baseline].group.label
+        parts.append(f"Speed-ups are to a {loss}, relative to {base}.")
+    return " ".join(parts)
+
+
 def _show_loss(loss: Estimate, group: Group) -> str:
     if not loss.is_known:
         return "diverged" if group.has_diverged else ""
@@ -435,11 +446,11 @@ def answers(summary: Summary) -> list[str]:
         what = "only group of runs that did not diverge" if diverged else "only group of runs here"
         found.insert(0, f"{_names(rows)} is the {what}, so that there is nothing to compare its losses with.")
     elif len(single) == len(rows):
-        found.append("One run each: how far seeds spread is not known.")
+        found.append("One run each: the spread over seeds is not known.")
     elif single:
-        found.append(f"One run of {_names(single)}: how far seeds spread there is not known.")
+        found.append(f"One run of {_names(single)}: the spread over seeds is not known there.")
     if diverged and len(rows) > 1:
-        found.append(f"{_names(diverged)} diverged and {'is' if len(diverged) == 1 else 'are'} left out of this.")
+        found.append(f"{_names(diverged)} diverged and {'is' if len(diverged) == 1 else 'are'} not compared.")
     as_adam = ": it exchanged no bits, but full gradients as Adam does"
     for mark, consequence in ((NEVER_LEFT_FULL, as_adam), (NEVER_FROZE, "")):
         marked = [row for row in rows if any(mark in text for text in row.group.marks)]

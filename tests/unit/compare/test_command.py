@@ -26,7 +26,7 @@ def compare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
 
 def test_the_page_the_pictures_and_the_table(compare: Any, tmp_path: Path) -> None:
     printed = compare(*write_family(tmp_path / "runs"))
-    assert "0/1 Adam, no local steps" in printed and "speed-ups are to a held-out loss of" in printed
+    assert "0/1 Adam, no local steps" in printed and "Speed-ups are to a held-out loss of" in printed
     assert "  0/1 Adam reached a held-out loss of 2.6140 first, after 16.1 s; " in printed
     assert max(map(len, printed.splitlines())) < 130
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
