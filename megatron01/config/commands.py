@@ -169,7 +169,7 @@ class FineTuneConfig(LoadConfig):
     """What a sweep tries, and how each of its runs trains: Adam, with a warm-up and then linear decay to 0."""
 
     output: Path
-    """Folder of the sweep: one file for each finished run, and the tables. The same command goes on there."""
+    """Folder of the sweep: one file for each finished run, and the tables. The same command resumes there."""
     name: str = ""
     """What the model is called in the table; its folder when not given."""
     batch_sizes: tuple[int, ...] = (8, 16, 32)
@@ -365,7 +365,7 @@ class PreprocessConfig(TextConfig):
     log_interval: Positive[int] = 10000
     """Documents between two progress lines, where the output is no terminal."""
     checkpoint_seconds: NotNegative[float] = 20.0
-    """Seconds between two records of progress, from which an interrupted run goes on; 0 records after each piece."""
+    """Seconds between two records of progress, from which an interrupted run resumes; 0 records after each piece."""
     resume: bool = True
     """Go on where an interrupted run with the same output stopped; otherwise what it did is thrown away."""
     strict: bool = False

@@ -526,6 +526,8 @@ def glue(config: GlueConfig) -> None:
         print(f"{task}: {len(data.train):,} examples to train on, {sizes} to evaluate on", flush=True)
         for note in data.notes:
             warn(note)
+        for split in TASKS[task].test if config.submission else ():
+            read_split(config.input, TASKS[task], split)  # so that its mistakes are found before any training
     sweep = Sweep(
         bench,
         tasks,

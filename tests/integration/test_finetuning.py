@@ -94,6 +94,14 @@ def test_all_tasks_from_a_checkpoint(checkpoint: Path, data: Path, tmp_path: Pat
                 assert all(0 <= float(value) <= 5 and len(value) == 5 for value in predicted)
 
 
+def test_a_test_set_that_is_missing_is_named_before_any_training(model_folder: Path, tmp_path: Path):
+    write_tsv(tmp_path / "data" / "RTE", "RTE")
+    (tmp_path / "data" / "RTE" / "test.tsv").unlink()
+    with pytest.raises(UserError, match="RTE has no test set"):
+        glue(GlueConfig(**settings(model_folder, tmp_path / "data", tmp_path / "out", tasks=("RTE",), submission=True)))
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_quick_look_reads_little_and_stands_beside_nothing(
     checkpoint: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
