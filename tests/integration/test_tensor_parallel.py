@@ -165,11 +165,10 @@ def test_a_run_goes_on_in_another_number_of_parts_and_of_replicas(corpus, tmp_pa
             attempt = with_settings(attempt, exit_duration_in_mins=1e-9)
         results = run_ranks(run_and_read, parts * replicas, attempt, default_group=parts * replicas > 1)
         assert all(message is None for message, _ in results)
+        layout = f"{replicas} replica(s)" + (f" of tensor-parallel size {parts}" if parts > 1 else "")
         if before is not None:
-            saved = f"is of {before[1]} replicas of tensor-parallel size {before[0]}"
-            change = f"{saved}, these are {replicas} of size {parts}: weights"
-            assert change in results[0][1]
-        before = (parts, replicas)
+            assert f"the checkpoint is of {before}, this run of {layout}: weights, momentum" in results[0][1]
+        before = layout
     lines = read_lines(tmp_path / "run")
     assert [line["iteration"] for line in lines][-1] == 30 and lines[-1]["consumed_samples"] == 30 * 12
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
