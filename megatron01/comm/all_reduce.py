@@ -401,7 +401,7 @@ class ScatteredMean(DenseAllReduce):
             self._read(sent[:1], first, last, Header(status))
             yield self._across.all_gather(received, sent[0])
             self._across.check(received)
-            read_checked(headers_of(received)[:0], self._across)  # raises before damaged weights are written
+            read_checked([], self._across)  # raises before damaged weights are written
             self._write(received, start, end)
             return
         self._read(sent, start, end, Header(status, self._inverse_scale))

@@ -114,8 +114,8 @@ class DamagedPayload(RuntimeError):
     """Bytes that arrived are not those that were sent."""
 
 
-def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
-    """``values`` (fp32 or fp64) on the host, if all rows given to ``check`` are intact: one host sync for both.
+def read_checked(values: Sequence[torch.Tensor], *transports: Transport) -> list[float]:
+    """``values`` ([n] each, fp32 or fp64) on the host, if all rows given to ``check`` are intact: one host sync.
 
     Raises:
         DamagedPayload: if a row is not what its sender sent.
@@ -124,8 +124,9 @@ def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
     for transport in transports:
         arrived += zip(repeat(transport), transport.verdicts)
         transport.verdicts.clear()
-    numbers: list[float] = torch.cat([values.flatten(), *map(itemgetter(1), arrived)]).tolist()
-    end = values.numel()
+    parts = [*values, *map(itemgetter(1), arrived)]
+    numbers: list[float] = torch.cat(parts).tolist() if parts else []
+    count = end = sum(map(torch.numel, values))
     for transport, verdict in arrived:
         start, end = end, end + verdict.numel()
         if any(numbers[start:end]):
@@ -135,7 +136,7 @@ def read_checked(values: torch.Tensor, *transports: Transport) -> list[float]:
                 " damaged: its checksum does not fit; check the memory and the network of these machines, and resume"
                 " from the last checkpoint"
             )
-    return numbers[: values.numel()]
+    return numbers[:count]
 
 
 def read_headers(headers: Sequence[torch.Tensor], *transports: Transport) -> tuple[Status, float, float]:
@@ -143,7 +144,10 @@ def read_headers(headers: Sequence[torch.Tensor], *transports: Transport) -> tup
 
     ``headers`` are fp32[n, 4] each.
     """
-    statuses, scales, _, squares = np.reshape(read_checked(torch.cat([*headers]), *transports), (-1, 4)).T
+    columns: list[torch.Tensor] = []
+    for number in (0, 1, 3):
+        columns += map(itemgetter((slice(None), number)), headers)
+    statuses, scales, squares = np.reshape(read_checked(columns, *transports), (3, -1))
     return Status(int(statuses.max())), float(scales.max()), float(squares.sum())
 
 

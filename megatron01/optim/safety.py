@@ -176,7 +176,7 @@ class ReplicaCheck:
         work.wait()
         self._transport.check(rows)
         halves = rows[:, HEADER_BYTES:].contiguous().view(torch.int32).double()  # in which they are exact
-        numbers = read_checked(halves, self._transport)
+        numbers = read_checked([halves.view(-1)], self._transport)
         found = list(zip(*[iter(numbers)] * halves.size(1), strict=True))  # by replica
         what = (
             "have taken another number of steps",

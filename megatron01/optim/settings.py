@@ -208,5 +208,5 @@ def _different(value: object, device: torch.device, topology: Topology) -> list[
     topology.world.all_gather(digests, row).wait()
     topology.world.check(digests)
     topology.reset_counters()
-    differs = read_checked((digests != digests[0]).any(1).float(), topology.world)
+    differs = read_checked([(digests != digests[0]).any(1).float()], topology.world)
     return [replica for replica, differs_here in enumerate(differs) if differs_here]

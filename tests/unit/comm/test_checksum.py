@@ -96,9 +96,9 @@ def test_a_transport_that_damages_is_found_out(damage):
         transport.check(received)
         if damage:
             with pytest.raises(DamagedPayload, match=r"replica 0 received from replicas \[1\]"):
-                read_checked(values, transport)
+                read_checked([values], transport)
         else:
-            assert read_checked(values, transport) == [0.5, 7.0]
+            assert read_checked([values], transport) == [0.5, 7.0]
     assert (transport.bytes_sent, transport.rounds) == (128, 0) and not transport.verdicts
 
 
@@ -111,8 +111,8 @@ def test_one_read_tells_the_damage_of_all_rows_that_were_checked():
     other.check(received[0])
     transport.check(received.view(6, 64))
     with pytest.raises(DamagedPayload, match=r"replica 0 received from replicas \[1\]"):
-        read_checked(torch.zeros(1), other, transport)
-    assert read_checked(torch.ones(1), other, transport) == [1.0]  # the damage has been reported already
+        read_checked([torch.zeros(1)], other, transport)
+    assert read_checked([torch.ones(1)], other, transport) == [1.0]  # the damage has been reported already
 
 
 def test_rows_keep_their_checksums_and_damages():
@@ -124,7 +124,7 @@ def test_rows_keep_their_checksums_and_damages():
         transport.check(received, found := damages(received))
         assert torch.equal(rows, sent) and found[1]
         with pytest.raises(DamagedPayload):
-            read_checked(torch.zeros(1), transport)
+            read_checked([torch.zeros(1)], transport)
 
 
 def test_a_transport_without_checks_leaves_rows_as_they_are():
@@ -133,4 +133,4 @@ def test_a_transport_without_checks_leaves_rows_as_they_are():
     received = torch.zeros_like(rows)
     transport.all_to_all(received, rows).wait()
     transport.check(received)
-    assert (rows == 7).all() and read_checked(torch.ones(1), transport) == [1.0]
+    assert (rows == 7).all() and read_checked([torch.ones(1)], transport) == [1.0]
