@@ -138,7 +138,8 @@ class Workshop:
         say(f"{run}: training")
         output = call(command, folder / "output.txt", may_diverge=True)
         found = of_digits(output) if run.kind == "digits" else of_pretraining(folder / "run" / "metrics.jsonl")
-        self._write(run, found | {"command": shlex.join(["python", *command[1:]])})
+        shown = shlex.join(["python", *command[1:]]).replace(f"{ROOT}/", "")  # as called from a clone
+        self._write(run, found | {"command": shown})
         say(f"{run}: " + ("diverged" if found["score"] is None else f"ended at {found['score']:.4f}"))
 
     def _start(self, seed: int) -> Path:
