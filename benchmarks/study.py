@@ -32,7 +32,9 @@ from megatron01.compare.page import Part
 from megatron01.compare.runs import run_of_lines
 from megatron01.compare.summary import answers
 from megatron01.config.registry import find_optimizer
+from megatron01.config.yaml_files import nested_settings
 from megatron01.errors import UserError
+from megatron01.utils.files import writing
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
 
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
@@ -333,11 +335,7 @@ def write_runs(evidence: Evidence, folder: Path) -> list[Path]:
             continue
         place = folder / f"{run.kind}-{run.folder(folder).name}"  # one level: folders' names are those of runs
         place.mkdir(parents=True, exist_ok=True)
-        sections: dict[str, dict[str, str]] = {}
-        for key, value in record["settings"].items():
-            section, _, name = key.partition(".")
-            sections.setdefault(section, {})[name] = value
-        (place / "config.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
+        (place / "config.yaml").write_text(yaml.safe_dump(nested_settings(record["settings"])), encoding="utf-8")
         (place / "environment.json").write_text(json.dumps(record["environment"]), encoding="utf-8")
         lines = "".join(json.dumps(line) + "\n" for line in record["metrics"])
         (place / "metrics.jsonl").write_text(lines, encoding="utf-8")
@@ -352,11 +350,13 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder that is written into")
     parser.add_argument("--runs", type=Path, help="write run folders here, and nothing else")
     arguments = parser.parse_args()
+    write, folder = (write_study, arguments.docs) if arguments.runs is None else (write_runs, arguments.runs)
     try:
         evidence = Evidence.read(arguments.records)
+        with writing(folder):
+            made = write(evidence, folder)
     except UserError as error:
         sys.exit(f"error: {error}")
-    made = write_study(evidence, arguments.docs) if arguments.runs is None else write_runs(evidence, arguments.runs)
     for path in made:
         print(f"written: {path}")
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -191,6 +191,12 @@ class Packed:
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """Rows and active words on a CPU, as uint32[num_rows, words] and uint32[words]."""
         return self.rows.view(torch.int32).numpy().view(np.uint32), self.active.numpy().view(np.uint32)
+
+    @cached_property
+    def arguments(self) -> tuple[Any, ...]:
+        """What compiled kernels take: ``arrays``, blocks of a row, word of the codes, first block, bits, has scales."""
+        form = self.format
+        return *self.arrays, self.row_blocks, self.codes_offset // 4, self.first_block, form.bits, form.scaled
 
 
 def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import Status, damages
+from megatron01.comm.payload import INVERSE_SCALE_WORD, SQUARE_SUM_WORD, STATUS_WORD, Status, damages
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -145,8 +145,8 @@ def read_headers(headers: Sequence[torch.Tensor], *transports: Transport) -> tup
     ``headers`` are fp32[n, 4] each.
     """
     columns: list[torch.Tensor] = []
-    for number in (0, 1, 3):
-        columns += map(itemgetter((slice(None), number)), headers)
+    for word in (STATUS_WORD, INVERSE_SCALE_WORD, SQUARE_SUM_WORD):
+        columns += map(itemgetter((slice(None), word)), headers)
     statuses, scales, squares = np.reshape(read_checked(columns, *transports), (3, -1))
     return Status(int(statuses.max())), float(scales.max()), float(squares.sum())
 

@@ -20,6 +20,7 @@ from megatron01.compare.runs import Run, read_metrics, read_run
 from megatron01.compare.summary import answers, caption_of, conditions, summarize, table
 from megatron01.config.command_line import parse
 from megatron01.config.fields import Bounded, Positive
+from megatron01.config.yaml_files import nested_settings
 from megatron01.errors import UserError, require
 from megatron01.monitor.wandb_writer import (
     AXES,
@@ -287,10 +288,6 @@ def _on_wandb(run: Run, config: CompareConfig, project: str) -> tuple[Path, str]
         print(f"note: {run.name} was logged from its metrics before; {again}", file=sys.stderr)
         return folder, imported.id
     folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, dict[str, str]] = {}
-    for key, value in run.settings.items():
-        section, _, name = key.partition(".")
-        settings.setdefault(section, {})[name] = value
     new = WandbRun()
     wandb_run = open_run(
         folder,
@@ -299,7 +296,7 @@ def _on_wandb(run: Run, config: CompareConfig, project: str) -> tuple[Path, str]
         entity=config.wandb_entity,
         name=run.name,
         id=new.id,
-        config={**settings, **run.environment},
+        config={**nested_settings(run.settings), **run.environment},
     )
     lines, _ = read_metrics(run.folder / "metrics.jsonl")
     totals = {

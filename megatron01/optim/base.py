@@ -43,13 +43,7 @@ from megatron01.optim.flat_parameters import (
     parameter_masks,
 )
 from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard
-from megatron01.optim.gradients import (
-    GradientMean,
-    GradientSource,
-    NormRatio,
-    QuantizedGradientMean,
-    StepGradient,
-)
+from megatron01.optim.gradients import GradientMean, GradientSource, NormRatio, QuantizedGradientMean, StepGradient
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.local_update import (
     ACCUMULATE_AND_SYNCHRONIZE,

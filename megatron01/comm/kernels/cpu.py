@@ -587,7 +587,6 @@ class CPUCodec(CPURows):
         new_error: torch.Tensor | None = None,
         header: Header | None = None,
     ) -> None:
-        form = packed.format
         self._workers.run(
             _compress,
             first,
@@ -595,13 +594,8 @@ class CPUCodec(CPURows):
             as_array(value),
             as_array(error),
             as_array(value if new_error is None else new_error),
-            *packed.arrays,
-            packed.row_blocks,
-            packed.codes_offset // 4,
-            packed.first_block,
-            form.bits,
-            form.scaled,
-            form.block_size,
+            *packed.arguments,
+            packed.format.block_size,
             np.uint64(key),
         )
         if header is not None:
@@ -628,20 +622,14 @@ class CPUCodec(CPURows):
         seal(out.rows[row : row + 1])
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
-        form = packed.format
         self._workers.run(
             _decode,
             first,
             last,
             first,
             out.numpy(),
-            *packed.arrays,
-            packed.row_blocks,
-            packed.codes_offset // 4,
-            packed.first_block,
-            form.bits,
-            form.scaled,
-            form.block_size,
+            *packed.arguments,
+            packed.format.block_size,
         )
 
 
