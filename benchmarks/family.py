@@ -14,11 +14,15 @@ from megatron01.config.registry import optimizers
 from megatron01.optim import build_optimizer, build_schedule
 
 REPLICAS = 2
-FAMILY = [name for name, spec in optimizers().items() if not spec.ddp]
+FAMILY: dict[str, dict[str, Any]] = {
+    **{name: {"optimizer": name, "gradient_wire_dtype": "auto"} for name, spec in optimizers().items() if not spec.ddp},
+    "zero_one_adam, gradients not quantized": {"optimizer": "zero_one_adam"},
+}
+"""Settings by title. Gradients of full steps are sent as by default, which for 0/1 Adam is in 4 bits."""
 
 
 def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:
-    """For each optimizer and kind of step: median ``seconds`` of the slower replica, ``bytes_sent`` and two ratios.
+    """For each of ``FAMILY`` and kind of step: median ``seconds`` of the slower replica, ``bytes_sent`` and two ratios.
 
     ``ratio`` is relative to the all-reduce and the fused step of Adam in the same turn, ``arithmetic_ratio`` to the
     latter alone. Gradients are random and constant; there is no forward or backward pass, and no clipping.
@@ -28,13 +32,13 @@ def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _measure_all(workload: Workload) -> dict[str, list[dict[str, Any]]]:
-    return {name: _measure(workload, name) for name in FAMILY}
+    return {title: _measure(workload, settings) for title, settings in FAMILY.items()}
 
 
-def _measure(workload: Workload, name: str) -> list[dict[str, Any]]:
+def _measure(workload: Workload, settings: dict[str, Any]) -> list[dict[str, Any]]:
     model = workload.build_model()
     workload.set_random_gradients(model, norm=1.0)
-    config = workload.config(optimizer=name, clip_grad=0.0, freeze_step=workload.steps_per_kind)
+    config = workload.config(clip_grad=0.0, freeze_step=workload.steps_per_kind, **settings)
     optimizer = build_optimizer(model, config, build_schedule(config.optimizer, workload.total_steps), dist.group.WORLD)
     adam = FP32Adam(sum(parameter.numel() for parameter in model.parameters()))
     turns = []

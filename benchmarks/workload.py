@@ -81,7 +81,7 @@ class Workload:
     def config(self, **changes: Any) -> PretrainConfig:
         """The recipe's model, and an optimizer whose steps are those of ``kinds``; ``changes`` are optimizer settings.
 
-        Full steps send gradients in the weights' type, except with quantized_adam.
+        Full steps send gradients in the weights' type unless ``changes`` say otherwise.
         """
         config = self._recipe()
         model = config.model
@@ -95,7 +95,7 @@ class Workload:
             variance_kappa=self.steps_per_kind,
             sync_policy=f"doubling:{self.steps_per_kind - 1},1",
             max_sync_interval=2,
-            gradient_wire_dtype="auto" if changes.get("optimizer") == "quantized_adam" else self.precision,
+            gradient_wire_dtype=self.precision,
         )
         training = dataclasses.replace(config.training, precision=self.precision, train_iters=self.total_steps)
         return dataclasses.replace(
