@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from megatron01.comm.kernels import gpu
 from megatron01.comm.kernels.gpu import TritonCodec, TritonRows
-from megatron01.comm.payload import Header, Packed, Status, dense_row_bytes
+from megatron01.comm.payload import Header, Packed, PackedBlocks, PackedFormat, Quantizer, Status, dense_row_bytes
 from megatron01.optim.kernels.gpu import TritonKernels
 from megatron01.optim.local_update import (
     ACCUMULATE,
@@ -158,26 +158,35 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
     name = " and ".join(str(given).removeprefix("torch.") for given in (dtype, state_dtype))
     kernels, count = TritonKernels(torch.device("cpu")), 4 * BLOCK_SIZE
     everything = Phase(gradient=True, synchronize=True, write_weights=True)
-    cases: list[tuple[str, Rule, Phase, bool, bool]] = [
-        ("local", Rule.ADAPTIVE, LOCAL, False, False),
-        ("accumulate", Rule.ADAPTIVE, ACCUMULATE, False, False),
-        ("refresh and synchronize alone", Rule.ADAPTIVE, everything, True, False),
-        ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, True),
-        ("synchronize alone", Rule.PLAIN, everything, False, False),
-        ("accumulate", Rule.SOFT_SIGN, ACCUMULATE, False, False),
-        ("synchronize", Rule.SOFT_SIGN, everything, False, True),
-        ("local, its norm not waited for", Rule.ADAPTIVE, LOCAL, False, False),
+    cases: list[tuple[str, Rule, Phase, bool, Quantizer | Literal["none"] | None]] = [
+        ("local", Rule.ADAPTIVE, LOCAL, False, None),
+        ("accumulate", Rule.ADAPTIVE, ACCUMULATE, False, None),
+        ("refresh and synchronize alone", Rule.ADAPTIVE, everything, True, None),
+        ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, "none"),
+        ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, "sign"),
+        ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, "4bit"),
+        ("synchronize", Rule.PLAIN, SYNCHRONIZE, False, "sign"),
+        ("synchronize alone", Rule.PLAIN, everything, False, None),
+        ("accumulate", Rule.SOFT_SIGN, ACCUMULATE, False, None),
+        ("synchronize", Rule.SOFT_SIGN, everything, False, "none"),
+        ("synchronize", Rule.SOFT_SIGN, everything, False, "random"),
+        ("local, its norm not waited for", Rule.ADAPTIVE, LOCAL, False, None),
     ]
+    active = torch.zeros(count // 32, dtype=torch.int32)
     ones, model = by_group(np.ones(1), 1.0), torch.zeros(count, dtype=dtype)
     for what, rule, phase, refresh, exchanged in cases:
-        compiler.label = f"{what}, {rule.name.lower()}, {name}"
+        compiler.label = f"{what}, {rule.name.lower()}, {exchanged}, {name}"
         multiplier = torch.ones(()) if "waited" in what else 1.0
         decay = 0.9 if refresh else None
         numbers = Coefficients(
             rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones, SinceSynchronization(ones, ones)
         )
         state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
-        step = torch.zeros(count) if exchanged else None
+        step: torch.Tensor | PackedBlocks | None = torch.zeros(count) if exchanged == "none" else None
+        if exchanged is not None and exchanged != "none":
+            form = PackedFormat.of(exchanged, BLOCK_SIZE)
+            rows = torch.zeros(NUM_ROWS, form.row_bytes(1), dtype=torch.uint8)
+            step = PackedBlocks(Packed(rows, 1, 0, form, active), 0)
         kernels.update(phase, numbers.of(0, phase), Slices(torch.zeros(count), state, state, state, model, model, step))
     compiler.label = f"passes, {name}"
     lengths, words = torch.full((4,), BLOCK_SIZE, dtype=torch.int32), torch.zeros(count // 32, dtype=torch.int32)

@@ -317,10 +317,6 @@ class DenseExchange(Exchange):
     def receive(self, bucket: int) -> None:
         """Return None: the mean is in ``value``."""
 
-    def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
-        """See ``Exchange``; a copy from ``value``."""
-        out.copy_(self._blocks(first, last)[0])
-
     def swap(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` itself: there is no error to keep."""
         return value

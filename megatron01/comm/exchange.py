@@ -21,8 +21,7 @@ class Exchange(ABC):
         worst = exchange.reduce(stop_on_overflow=...)
         if worst does not call it off:                        # else errors are unchanged, value is undefined
             for bucket, (first, last) in enumerate(exchange.buckets):
-                exchange.receive(bucket)
-                exchange.decompress(bucket, first, last, out) # or in several ranges
+                packed = exchange.receive(bucket)             # to be decoded; None: the mean is in value
             value = exchange.swap(value)                      # stale content, to be overwritten
 
     All replicas call the same methods in the same order. ``value`` ([num_elements], fp32 or bf16 as the exchange was
@@ -90,14 +89,6 @@ class Exchange(ABC):
 
         Raises:
             DamagedPayload: if the result of any is damaged.
-        """
-
-    @abstractmethod
-    def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
-        """out (fp32[(last - first) * block_size]) <- the mean of the blocks [first, last) of a received bucket.
-
-        Range by range, so that the caller needs no buffer for the whole mean. Several threads may decompress ranges at
-        a time.
         """
 
     @abstractmethod

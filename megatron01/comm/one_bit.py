@@ -338,7 +338,11 @@ class OneBitAllReduce(Exchange):
         return self._payloads[bucket].result
 
     def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
-        """See ``Exchange``."""
+        """out (fp32[(last - first) * block_size]) <- the mean of the blocks [first, last) of a received bucket.
+
+        Range by range, so that the caller needs no buffer for the whole mean. Several threads may decompress ranges at
+        a time.
+        """
         self._codec.decode(first, last, self._payloads[bucket].result, out)
 
     def swap(self, value: torch.Tensor) -> torch.Tensor:

@@ -199,6 +199,17 @@ class Packed:
         return *self.arrays, self.row_blocks, self.codes_offset // 4, self.first_block, form.bits, form.scaled
 
 
+@dataclass(frozen=True)
+class PackedBlocks:
+    """The blocks of a packed buffer from ``first`` on; sliced by elements, at whole blocks, like a decoded tensor."""
+
+    packed: Packed
+    first: int
+
+    def __getitem__(self, place: slice) -> PackedBlocks:
+        return PackedBlocks(self.packed, self.first + place.start // self.packed.format.block_size)
+
+
 def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:
     """Bytes of a row of uncompressed elements: whole headers, as blocks have at least 32 elements."""
     return HEADER_BYTES + row_blocks * block_size * element_size

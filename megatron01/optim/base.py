@@ -242,23 +242,22 @@ class FlatOptimizer(torch.optim.Optimizer):
                 mean, self._flat, self._kernels, guard, order=order, counted=on_device, measures=measures
             )
 
-        def exchange(quantizer: Quantizer | Literal["none"], active: Tensor, *, of_processes: bool = False) -> Exchange:
-            blocks, elements = self._flat.blocks, settings.bucket_elements
-            agree = None if self._partial is None else self._partial.most_severe
-            if quantizer == "none":
-                backend = settings.backend
-                return DenseExchange(blocks, self._topology, bucket_elements=elements, agree=agree, backend=backend)
+        shared: dict[str, Any] = {
+            "bucket_elements": settings.bucket_elements,
+            "agree": None if self._partial is None else self._partial.most_severe,
+            "backend": settings.backend,
+        }
+
+        def compressed(quantizer: Quantizer, active: Tensor, *, of_processes: bool = False) -> OneBitAllReduce:
             return OneBitAllReduce(
-                blocks,
+                self._flat.blocks,
                 self._topology,
                 active=active,
                 quantizer=quantizer,
-                bucket_elements=elements,
-                backend=settings.backend,
-                agree=agree,
                 dtype=state_dtype,
                 of_processes=of_processes,
                 counted=on_device,
+                **shared,
             )
 
         of_all: GradientMean | None = None
@@ -268,7 +267,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             wire = settings.gradient_wire_dtype
             if isinstance(wire, str) and self._topology.crosses_nodes:
                 self._quantized = QuantizedGradientMean(
-                    exchange(wire, self._candidates, of_processes=True),
+                    compressed(wire, self._candidates, of_processes=True),
                     self._local,
                     guard,
                     order=order,
@@ -279,8 +278,13 @@ class FlatOptimizer(torch.optim.Optimizer):
             assert self._topology.local is not None
             of_node = gradient_mean(Topology.flat(self._topology.local), self._guard)
         if quantizer is not None and not self._is_single:
+            exchange: Exchange
+            if quantizer == "none":
+                exchange = DenseExchange(self._flat.blocks, self._topology, **shared)
+            else:
+                exchange = compressed(quantizer, self._active)
             self._exchange = CompressedAllReduce(
-                exchange(quantizer, self._active),
+                exchange,
                 self._local,
                 self._guard,
                 CompressionWatch(settings.watch_interval, self._partial),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron01.comm import Exchange, Status
-from megatron01.comm.payload import CompressionNorms
+from megatron01.comm.payload import CompressionNorms, PackedBlocks
 from megatron01.optim.grad_scaling import OverflowGuard
 from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, LocalUpdate, Rule
 from megatron01.optim.overlap import Order
@@ -91,23 +91,6 @@ class Contribution:
     status: Status | torch.Tensor
     fresh: bool
     overflow_here: bool
-
-
-def received_means(exchange: Exchange, local: LocalUpdate) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
-    """Yield (first, last + 1) blocks and the mean of ``exchange`` for them (fp32[elements], valid until the next).
-
-    Raises:
-        DamagedPayload: before the first, if any payload is damaged.
-    """
-    scratch: torch.Tensor | None = None
-    for bucket, blocks in enumerate(exchange.buckets):
-        exchange.receive(bucket)
-        for first, last in local.ranges(*blocks):
-            length = (last - first) * local.flat.blocks.block_size
-            if scratch is None:  # the first range is one of the longest
-                scratch = torch.empty(length, device=local.x.device)
-            exchange.decompress(bucket, first, last, scratch[:length])
-            yield (first, last), scratch[:length]
 
 
 class CompressedAllReduce:
@@ -200,8 +183,11 @@ class CompressedAllReduce:
         # under soft sign, m and b are only stored here, so that a step that is called off leaves them unchanged
         stores_gradient = contribution.uses_gradient and contribution.coefficients.rule is Rule.SOFT_SIGN
         phase = replace(SYNCHRONIZE, gradient=stores_gradient)
-        for blocks, mean in received_means(self.exchange, local):
-            local.run(phase, contribution.coefficients, blocks, mean)
+        for bucket, blocks in enumerate(self.buckets):
+            result = self.exchange.receive(bucket)
+            for first, last in local.ranges(*blocks):
+                mean = None if result is None else PackedBlocks(result, first)
+                local.run(phase, contribution.coefficients, (first, last), mean)
         local.u = self.exchange.swap(local.u)
         if self._watched:
             self._watch.record(self.exchange.compression())

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, Status
-from megatron01.optim.compressed_all_reduce import received_means
+from megatron01.comm import DenseAllReduce, ErrorPlace, OneBitAllReduce, Status
 from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.grad_scaling import (
     DeferredNorm,
@@ -193,7 +192,7 @@ class QuantizedGradientMean(GradientMean):
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchange: OneBitAllReduce,
         local: LocalUpdate,
         guard: OverflowGuard,
         *,
@@ -254,15 +253,27 @@ class QuantizedGradientMean(GradientMean):
         # in fp16, gradients without a loss scale could underflow
         inverse_scale = self.exchange.inverse_scale
         if worst < Status.OVERFLOW:
-            for blocks, mean in received_means(self.exchange, self._local):
-                if inverse_scale != 1.0:
-                    mean.mul_(1.0 / inverse_scale)
-                self._flat.write_gradients(*blocks, mean)
+            self._write_means(inverse_scale)
             replaced = self.exchange.swap(self._value)
             if self._uses_u:
                 self._local.u = replaced
         self._value, self.begun = torch.empty(0), False
         return worst, inverse_scale
+
+    def _write_means(self, inverse_scale: float) -> None:
+        """gradients <- the exchange's result, divided by ``inverse_scale``."""
+        scratch: torch.Tensor | None = None
+        for bucket, blocks in enumerate(self.buckets):
+            self.exchange.receive(bucket)
+            for first, last in self._local.ranges(*blocks):
+                length = (last - first) * self._flat.blocks.block_size
+                if scratch is None:  # the first range is one of the longest
+                    scratch = torch.empty(length, device=self._flat.device)
+                mean = scratch[:length]
+                self.exchange.decompress(bucket, first, last, mean)
+                if inverse_scale != 1.0:
+                    mean.mul_(1.0 / inverse_scale)
+                self._flat.write_gradients(first, last, mean)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The error buffers by name."""

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron01.comm.payload import PackedBlocks
 from megatron01.errors import UserError
 from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.settings import require_positive
@@ -194,7 +195,7 @@ class Slices(NamedTuple):
         v: fp32 or bf16, as m and u; empty under the plain rule.
         weights: of the model, in its type.
         gradients: given where the phase has a gradient.
-        step: U, the result of an exchange (fp32), if there is one.
+        step: U, the result of an exchange (fp32, or packed), if there is one.
     """
 
     x: Tensor
@@ -203,7 +204,7 @@ class Slices(NamedTuple):
     u: Tensor
     weights: Tensor
     gradients: Tensor | None
-    step: Tensor | None = None
+    step: Tensor | PackedBlocks | None = None
 
     def part(self, place: slice) -> Slices:
         """The elements at ``place``, as views."""
@@ -364,9 +365,9 @@ class LocalUpdate:
         phase: Phase,
         coefficients: Coefficients,
         blocks: tuple[int, int] | None = None,
-        step: Tensor | None = None,
+        step: Tensor | PackedBlocks | None = None,
     ) -> None:
-        """Run ``phase`` on the blocks [first, last), or on all; ``step`` (fp32[elements] of these) is U."""
+        """Run ``phase`` on the blocks [first, last), or on all; ``step`` (of these, fp32[elements] or packed) is U."""
         size = self.flat.blocks.block_size
         first, last = blocks or (0, self.flat.blocks.num_blocks)
         for segment in self.flat.segments(first, last, self.frozen):

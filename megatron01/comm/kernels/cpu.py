@@ -335,7 +335,7 @@ def _reduce(first, last, rows, codes_at, first_block, bits, scaled, error, activ
 
 
 @compiled(nogil=True, error_model="numpy")
-def _decode(first, last, start, out, rows, active, row_blocks, codes_at, first_block, bits, scaled, size):
+def decode(first, last, start, out, rows, active, row_blocks, codes_at, first_block, bits, scaled, size):
     """Write the values of the blocks [first, last) to ``out``, whose first block is ``start``."""
     scales, masks, words = rows.view(np.uint16), size // WORD, bits * size // WORD
     for block in range(first, last):
@@ -623,7 +623,7 @@ class CPUCodec(CPURows):
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
         self._workers.run(
-            _decode,
+            decode,
             first,
             last,
             first,

@@ -130,7 +130,7 @@ def signed_word(word: int) -> int:
 
 
 def packed_arguments(packed: Packed) -> tuple[Any, ...]:
-    """Arguments of ``compress_kernel`` and ``decode_kernel``."""
+    """Arguments of kernels that take packed blocks."""
     row_bytes, words = packed.rows.size(1), packed.rows.view(torch.int32)
     return words, packed.active, packed.first_block, packed.row_blocks, row_bytes, packed.codes_offset
 
@@ -738,6 +738,28 @@ def reduce_kernel(
     seal(out, part, sums, tl.num_programs(0))
 
 
+@triton.jit
+def decode_blocks(
+    block,
+    inside,
+    rows,
+    active,
+    first_row_block,
+    row_blocks,
+    row_bytes,
+    codes_at,
+    BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """fp32[BLOCKS, WORDS, 32]: decoded blocks of a packed buffer, 0 where not active."""
+    row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
+    index = (block - first_row_block) % row_blocks
+    says = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+    return tl.where(load_active(active, block, inside, WORDS), says, 0.0)
+
+
 @triton.jit(do_not_specialize=["first", "last", "first_row_block", "row_blocks", "row_bytes", "codes_at"])
 def decode_kernel(
     out,
@@ -757,10 +779,9 @@ def decode_kernel(
     """Decode the blocks [first, last) to ``out``, whose first block is ``first``."""
     block = block_numbers(first, BLOCKS)
     inside = block < last
-    row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
-    index = (block - first_row_block) % row_blocks
-    says = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
-    says = tl.where(load_active(active, block, inside, WORDS), says, 0.0)
+    says = decode_blocks(
+        block, inside, rows, active, first_row_block, row_blocks, row_bytes, codes_at, BITS, SCALED, BLOCKS, WORDS
+    )
     tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
 
 

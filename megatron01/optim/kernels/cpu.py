@@ -1,6 +1,7 @@
 """The optimizers' arithmetic on CPUs: compiled loops over tiles of fp32, each handled while it is in the cache.
 
-Tiles of bf16 are widened and rounded inside the loops. Slices of fp16 go through fp32 scratch, range by range.
+Tiles of bf16 are widened and rounded inside the loops. Slices of fp16, and packed results of exchanges, go through fp32
+scratch, range by range.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from megatron01.comm.kernels.cpu import BlockWorkers, as_array
+from megatron01.comm.kernels.cpu import BlockWorkers, as_array, decode
+from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 from megatron01.utils.compilation import compiled
 
@@ -22,7 +24,7 @@ _TILE = 512
 """Elements handled at a time: a tile of six buffers fits a first-level cache. Longer and shorter ones were slower."""
 
 _RANGE = 1 << 16
-"""Elements that are converted from and to fp16 at a time."""
+"""Elements that are converted from and to fp16, or decoded, at a time."""
 
 _UNIT = 1 << 10
 """A slice is split over threads in multiples of this many elements."""
@@ -335,32 +337,46 @@ class CPUKernels:
         narrowed = list(map(np.float32, scalars))
         g = x if gradients is None else gradients  # a placeholder: not read without gradients
         moved = x if step is None else step
-        has_fp16 = torch.float16 in (weights.dtype, g.dtype)
+        # blocks of powers of two
+        block_size = step.packed.format.block_size if isinstance(step, PackedBlocks) else 1
+        unit, has_scratch = max(_UNIT, block_size), block_size > 1 or torch.float16 in (weights.dtype, g.dtype)
 
         def run(first: int, last: int) -> None:
-            first, last = first * _UNIT, min(last * _UNIT, x.numel())
-            at_once = _RANGE if has_fp16 else last - first
+            first, last = first * unit, min(last * unit, x.numel())
+            at_once = max(_RANGE, block_size) if has_scratch else last - first
             for low in range(first, last, at_once):
                 part = slice(low, min(low + at_once, last))
                 w = self._array(1, weights[part])
+                mean = moved[part]
                 kernel(
                     *map(as_array, (x[part], v[part], m[part], u[part])),
                     self._array(0, g[part]),
                     w,
-                    as_array(moved[part]),
+                    self._decoded(mean, w.size) if isinstance(mean, PackedBlocks) else as_array(mean),
                     *flags,
                     *narrowed,
                 )
                 if phase.write_weights and weights.dtype == torch.float16:
                     weights[part].copy_(torch.from_numpy(w))
 
-        self._workers.run(run, 0, -(-x.numel() // _UNIT))
+        self._workers.run(run, 0, -(-x.numel() // unit))
 
     def _array(self, place: int, values: Tensor) -> Any:
         """float32 or uint16 (bf16) array of ``values``; fp16 is widened in this thread's scratch."""
         if values.dtype != torch.float16:
             return as_array(values)
+        return self._own_scratch(place, values.numel()).copy_(values).numpy()
+
+    def _decoded(self, blocks: PackedBlocks, count: int) -> Any:
+        """float32 array of ``count`` elements, in this thread's scratch."""
+        packed, out = blocks.packed, self._own_scratch(2, count).numpy()
+        size, first = packed.format.block_size, blocks.first
+        decode(first, first + count // size, first, out, *packed.arguments, size)
+        return out
+
+    def _own_scratch(self, place: int, count: int) -> Tensor:
+        """fp32[count], of this thread; pages that are not written to take no memory."""
         scratch = getattr(self._scratch, "buffers", None)
-        if scratch is None or scratch.size(1) < values.numel():
-            scratch = self._scratch.buffers = torch.empty(2, max(_RANGE, values.numel()))
-        return scratch[place, : values.numel()].copy_(values).numpy()
+        if scratch is None or scratch.size(1) < count:
+            scratch = self._scratch.buffers = torch.empty(3, max(_RANGE, count))
+        return scratch[place, :count]

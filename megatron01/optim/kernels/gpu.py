@@ -1,8 +1,9 @@
 """The optimizers' arithmetic on GPUs: Triton kernels over slices of flat buffers, one launch for a slice.
 
 Kernels are compiled for each phase, without what it does not need. They allocate no temporaries of the buffers' size,
-and need no host sync. Results are those of ``specification`` to a rounding unit: that is tested in Triton's interpreter
-on CPUs, and that the kernels compile for compute capability 8.0 and 9.0 is tested too; **no GPU has run them yet**.
+and need no host sync; the packed result of an exchange is decoded in registers. Results are those of ``specification``
+to a rounding unit: that is tested in Triton's interpreter on CPUs, and that the kernels compile for compute capability
+8.0 and 9.0 is tested too; **no GPU has run them yet**.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron01.comm.kernels.gpu import INTERPRETED, check_device
+from megatron01.comm.kernels.gpu import INTERPRETED, block_numbers, check_device, decode_blocks, packed_arguments
+from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
 _PROGRAM = 1 << 14 if INTERPRETED else 1024
@@ -53,7 +55,50 @@ def _store(pointer, at, inside, values):
     return stored.to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
+def _load_mean(
+    mean,
+    at,
+    inside,
+    active,
+    first,
+    count,
+    first_row_block,
+    row_blocks,
+    row_bytes,
+    codes_at,
+    BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    LENGTH: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """fp32[SIZE]: the result of an exchange, which is fp32 if ``BITS`` is 0, else packed in blocks of ``LENGTH``."""
+    if BITS == 0:
+        step = _load(mean, at, inside)
+    else:
+        block = block_numbers(first, SIZE // LENGTH)
+        decoded = decode_blocks(
+            block,
+            block - first < count // LENGTH,
+            mean,
+            active,
+            first_row_block,
+            row_blocks,
+            row_bytes,
+            codes_at,
+            BITS,
+            SCALED,
+            SIZE // LENGTH,
+            LENGTH // _WORD,
+        )
+        step = tl.reshape(decoded, [SIZE])
+    return step
+
+
+_COUNTS = ["count", "first", "first_row_block", "row_blocks", "row_bytes", "codes_at"]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
 def update_kernel(
     x,
     v,
@@ -62,6 +107,12 @@ def update_kernel(
     g,
     weights,
     mean,
+    active,
+    first,
+    first_row_block,
+    row_blocks,
+    row_bytes,
+    codes_at,
     count,
     multiplier,
     beta1,
@@ -83,6 +134,9 @@ def update_kernel(
     REFRESH: tl.constexpr,
     ADAPTIVE: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    LENGTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """The adaptive and the plain rule on ``count`` elements.
@@ -114,7 +168,24 @@ def update_kernel(
     if (GRADIENT or FRESH) and not (HAS_MEAN or (FRESH and SYNCHRONIZE)):  # else x absorbs u
         own = _store(u, at, inside, own)
     if WRITE_WEIGHTS:
-        step = _load(mean, at, inside) if HAS_MEAN else own
+        step = own
+        if HAS_MEAN:
+            step = _load_mean(
+                mean,
+                at,
+                inside,
+                active,
+                first,
+                count,
+                first_row_block,
+                row_blocks,
+                row_bytes,
+                codes_at,
+                BITS,
+                SCALED,
+                LENGTH,
+                SIZE,
+            )
         moved = step_size * step
         if ADAPTIVE:
             moved = tl.div_rn(moved, tl.sqrt_rn(second * inverse_correction) + eps)
@@ -128,7 +199,7 @@ def update_kernel(
         _store(weights, at, inside, moved)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=_COUNTS)
 def soft_sign_kernel(
     x,
     b,
@@ -137,6 +208,12 @@ def soft_sign_kernel(
     g,
     weights,
     mean,
+    active,
+    first,
+    first_row_block,
+    row_blocks,
+    row_bytes,
+    codes_at,
     count,
     multiplier,
     beta,
@@ -147,6 +224,9 @@ def soft_sign_kernel(
     WRITE_WEIGHTS: tl.constexpr,
     NEVER_FALLS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    LENGTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """The soft-sign rule: m and b are only stored where x moves; before an exchange only their ratio, in u."""
@@ -171,7 +251,25 @@ def soft_sign_kernel(
     if SYNCHRONIZE or WRITE_WEIGHTS:
         moved = tl.load(x + at, mask=inside, other=0.0)
     if SYNCHRONIZE:
-        step = _load(mean if HAS_MEAN else u, at, inside)
+        if HAS_MEAN:
+            step = _load_mean(
+                mean,
+                at,
+                inside,
+                active,
+                first,
+                count,
+                first_row_block,
+                row_blocks,
+                row_bytes,
+                codes_at,
+                BITS,
+                SCALED,
+                LENGTH,
+                SIZE,
+            )
+        else:
+            step = _load(u, at, inside)
         moved = decay * moved - step_size * step
         tl.store(x + at, moved, mask=inside)
     if WRITE_WEIGHTS:
@@ -249,15 +347,25 @@ class TritonKernels:
         n, (x, v, m, u, weights, gradients, step) = numbers, slices
         # x stands in for missing buffers, which are not accessed
         buffers = (x, x if v.numel() == 0 else v, m, u, x if gradients is None else gradients, weights)
-        arguments = (*buffers, x if step is None else step, x.numel(), n.multiplier, n.beta1)
+        mean: tuple[Any, ...] = (x if step is None else step, x, 0, 0, 0, 0, 0)
+        bits, scaled, length = 0, False, 1
+        if isinstance(step, PackedBlocks):
+            rows, active, *places = packed_arguments(step.packed)
+            mean, form = (rows, active, step.first, *places), step.packed.format
+            bits, scaled, length = form.bits, form.scaled, form.block_size
+        size = max(self._size, length)
+        arguments = (*buffers, *mean, x.numel(), n.multiplier, n.beta1)
         flags = {
             "GRADIENT": phase.gradient,
             "SYNCHRONIZE": phase.synchronize,
             "WRITE_WEIGHTS": phase.write_weights,
             "HAS_MEAN": step is not None,
-            "SIZE": self._size,
+            "BITS": bits,
+            "SCALED": scaled,
+            "LENGTH": length,
+            "SIZE": size,
         }
-        grid, warps = (-(-x.numel() // self._size),), max(1, self._size // _WARP)
+        grid, warps = (-(-x.numel() // size),), max(1, size // _WARP)
         if n.rule is Rule.SOFT_SIGN:
             assert not isinstance(n.multiplier, Tensor)
             flags["NEVER_FALLS"] = n.never_falls

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron01.comm.kernels.specification import pack_mask
+from megatron01.comm.kernels.specification import decode_packed, pack_mask
+from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
 
@@ -33,8 +34,14 @@ class TorchKernels:
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         rule = _soft_sign_update if numbers.rule is Rule.SOFT_SIGN else _update
-        for first in range(0, slices.x.numel(), self.range_elements):
-            part = slices.part(slice(first, first + self.range_elements))
+        block_size = slices.step.packed.format.block_size if isinstance(slices.step, PackedBlocks) else 1
+        length = self._whole(block_size)
+        for first in range(0, slices.x.numel(), length):
+            part = slices.part(slice(first, first + length))
+            if isinstance(part.step, PackedBlocks):
+                start = part.step.first
+                mean = decode_packed(part.step.packed, start, start + part.x.numel() // block_size)
+                part = part._replace(step=mean.view(-1))
             g = None
             if phase.gradient:
                 assert part.gradients is not None
@@ -49,6 +56,7 @@ class TorchKernels:
 def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
     """The adaptive and the plain rule."""
     x, v, m, u, weights, _, step = slices
+    assert not isinstance(step, PackedBlocks)
     own = torch.zeros_like(x) if phase.fresh else u.float()
     if g is not None:
         if n.variance_decay is not None:
@@ -80,6 +88,7 @@ def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
 def _soft_sign_update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
     """u <- m' / b' before an exchange; m, b <- m', b' where x moves, so that a step can be called off."""
     x, b, m, u, weights, _, step = slices
+    assert not isinstance(step, PackedBlocks)
     momentum, magnitude = m, b
     if g is not None:
         momentum = n.beta1 * m + (1.0 - n.beta1) * g

@@ -12,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.comm import Status
+from megatron01.comm import Packed, Quantizer, Status
+from megatron01.comm.kernels.specification import ReferenceCodec, decode_packed
+from megatron01.comm.payload import PackedBlocks, PackedFormat
 from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
@@ -20,7 +22,7 @@ from megatron01.optim.grad_scaling import add_up, overflow_status
 from megatron01.optim.gradients import square_sums
 from megatron01.optim.kernels.cpu import CPUKernels
 from megatron01.optim.kernels.specification import TorchKernels
-from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Coefficients, Kernels, Rule, Slices
+from megatron01.optim.local_update import LOCAL, SYNCHRONIZE, WRITE_WEIGHTS, Coefficients, Kernels, Rule, Slices
 from tests.triton_setup import DEVICE, has_triton
 from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, assert_same, coefficients, problem
 
@@ -149,6 +151,34 @@ def test_any_layout(
         sums=sums,
         state_dtype=FP32 if rule is Rule.SOFT_SIGN else state_dtype,
     )
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param((CPU, TorchKernels), id="reference")])
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("quantizer", ["sign", "random", "4bit"])
+@pytest.mark.parametrize(("block_size", "dtypes"), [(32, MIXED), (64, (BF16,)), (1 << 16, (FP32,))])
+def test_a_packed_result_moves_the_weights_as_its_values_do(
+    backend: Backend, block_size: int, dtypes: tuple[torch.dtype, ...], quantizer: Quantizer, rule: Rule
+) -> None:
+    device, kernels = backend
+    if device.type == "cpu" and kernels is triton and block_size > 1 << 15:
+        block_size = 1 << 15  # the longest that Triton's codec takes
+    outcomes = []
+    for is_packed in (True, False):
+        given_problem = problem(device, kernels, block_size, dtypes=dtypes)
+        last = given_problem.num_blocks
+        form, row_blocks = PackedFormat.of(quantizer, block_size), -(-(last - 1) // 3)
+        rows = torch.zeros(3, form.row_bytes(row_blocks), dtype=torch.uint8)
+        packed = Packed(rows, row_blocks, 1, form, given_problem.active)
+        values = given_problem.random(last).cpu()
+        ReferenceCodec(block_size, quantizer).compress(1, last, values, torch.zeros_like(values), packed, 5)
+        result: torch.Tensor | PackedBlocks = decode_packed(packed, 2, last).view(-1).to(device)
+        if is_packed:
+            result = PackedBlocks(replace(packed, rows=rows.to(device), active=packed.active.to(device)), 2)
+        given_problem.local.run(SYNCHRONIZE, coefficients(rule, refresh=False), (2, last), result)
+        outcomes.append(given_problem.tensors())
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
