@@ -61,7 +61,7 @@ class MPITransport(Transport):
     def _take(self, size: int) -> torch.Tensor:
         """uint8[size] of pinned memory that no collective uses."""
         free = self._pinned[size]
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return free.pop() if free else torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _is_direct(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" or self._cuda_aware

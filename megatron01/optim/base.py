@@ -653,7 +653,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._whole.gather_gradients(blocks)
             overflow = self._gradients.sum_squares(*blocks)
             if self._defers and self._gradients.may_be_deferred:
-                multiplier = torch.where(overflow > 0.0, math.nan, coefficients.multiplier)  # fp32[]
+                multiplier = torch.where(overflow > 0.0, math.nan, coefficients.multiplier).float()
                 work = Contribution(replace(coefficients, multiplier=multiplier), True, overflow, True, False)
             else:
                 finite = float(overflow) == 0.0

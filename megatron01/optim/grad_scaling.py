@@ -48,7 +48,7 @@ def add_up(square_sums: torch.Tensor) -> torch.Tensor:
 
 def overflow_status(number: torch.Tensor) -> torch.Tensor:
     """fp32, shaped like ``number``, on its device: ``Status.OVERFLOW`` where it is not finite, else ``Status.OK``."""
-    return (number - number).ne(0.0) * float(Status.OVERFLOW)  # inf - inf and NaN - NaN are NaN
+    return (number - number).ne(0.0).float()  # inf - inf and NaN - NaN are NaN; True becomes 1.0, OVERFLOW
 
 
 class DeferredNorm:
@@ -71,7 +71,7 @@ class DeferredNorm:
         self._norm = norm
         self._event: torch.cuda.Event | None = None
         if norm.device.type == "cuda":
-            self._norm = torch.empty((), dtype=torch.float64, pin_memory=True)
+            self._norm = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=True)
             self._norm.copy_(norm, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(norm.device))

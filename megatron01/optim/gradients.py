@@ -268,7 +268,7 @@ class QuantizedGradientMean(GradientMean):
             for first, last in self._local.ranges(*blocks):
                 length = (last - first) * self._flat.blocks.block_size
                 if scratch is None:  # the first range is one of the longest
-                    scratch = torch.empty(length, device=self._flat.device)
+                    scratch = torch.empty(length, dtype=torch.float32, device=self._flat.device)
                 mean = scratch[:length]
                 self.exchange.decompress(bucket, first, last, mean)
                 if inverse_scale != 1.0:
@@ -411,7 +411,7 @@ class GradientSource:
         self._ratio = ratio
         self.counted = counted
         self._not_counted = None if self.counted is None else torch.from_numpy(~self.counted).to(flat.device)
-        self.square_sums = torch.zeros(flat.blocks.num_blocks, device=flat.device)
+        self.square_sums = torch.zeros(flat.blocks.num_blocks, dtype=torch.float32, device=flat.device)
         is_own = of_node is None and sharded is None and partial is None
         self.may_be_deferred = kernels.runs_behind and is_own
 

@@ -343,7 +343,8 @@ class LocalUpdate:
         self.flat = flat
         self.kernels = kernels
         self.x = flat.new_buffer()
-        self.v = torch.zeros(0, device=flat.device) if rule is Rule.PLAIN else flat.new_buffer(state_dtype)
+        has_v = rule is not Rule.PLAIN
+        self.v = flat.new_buffer(state_dtype) if has_v else torch.zeros(0, dtype=torch.float32, device=flat.device)
         self.m, self.u = flat.new_buffer(state_dtype), flat.new_buffer(state_dtype)
         self.start = SinceSynchronization(np.zeros(num_groups), np.ones(num_groups))
         self.since_sync = self.start

@@ -81,6 +81,35 @@ def test_a_compiled_model_trains_as_the_same_model_does() -> None:
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
+def by_default_dtype(rank: int, size: int, backend: str, wire: Any, quantizes: bool) -> list[list[str]]:
+    """Fingerprints of two runs, the second under another default dtype, which many programs set for a large model."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model, batches = network(), [batch(rank, step) for step in range(20)]
+        torch.set_default_dtype(dtype)
+        try:
+            optimizer = ZeroOneAdam(
+                model.named_parameters(),
+                0.01,
+                backend=backend,
+                gradient_wire_dtype=wire,
+                compressor="one_bit" if quantizes else "none",
+                sync_policy="constant:2",
+                variance_freeze_step=4,
+            )
+            found.append(train(rank, optimizer, model, 20, lambda rank, step: batches[step])["fingerprints"])  # noqa: B023
+        finally:
+            torch.set_default_dtype(torch.float32)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("wire", "quantizes"), [("4bit", True), (None, False)])
+def test_the_default_dtype_makes_no_difference(backend: str, wire: Any, quantizes: bool) -> None:
+    for plain, other in run_ranks(by_default_dtype, 2, backend, wire, quantizes):
+        assert plain == other
+
+
 def groups_of_their_own(rank: int, size: int) -> list[float]:
     parameters = [nn.Parameter(torch.ones(100)) for _ in range(3)]
     groups = [

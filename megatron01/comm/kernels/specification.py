@@ -69,7 +69,7 @@ def level_codes(values: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.
     """int32[blocks, block_size]: sign, and number of the interval, of each value; see "4bit" of ``Quantizer``."""
     half = 1 << (bits - 1)
     # a product with the rounded inverse may exceed 1 by a rounding, which the last interval takes
-    inverse = torch.where(scales > 0.0, 1.0, 0.0) / torch.where(scales > 0.0, scales, 1.0)
+    inverse = (scales > 0.0).float() / torch.where(scales > 0.0, scales, 1.0)
     place = rounded_sqrt(values.abs() * inverse[:, None]) * half
     level = torch.where(place < half - 1.0, place, half - 1.0).to(torch.int32)
     return torch.where(values >= 0.0, level, level + half)
@@ -329,8 +329,9 @@ def _values(codes: torch.Tensor, scales: torch.Tensor, form: PackedFormat) -> to
 def _unpack(row: torch.Tensor, row_blocks: int, form: PackedFormat, blocks: slice) -> torch.Tensor:
     """fp32[blocks, block_size] of some of a row's blocks, active or not."""
     codes = unpack_codes(_codes(row, row_blocks, form)[blocks], form.bits)
-    scales = _scales(row, row_blocks)[blocks].float() if form.scaled else torch.ones(codes.size(0), device=row.device)
-    return _values(codes, scales, form)
+    if form.scaled:
+        return _values(codes, _scales(row, row_blocks)[blocks].float(), form)
+    return _values(codes, torch.ones(len(codes), dtype=torch.float32, device=row.device), form)
 
 
 def _rows(packed: Packed, first: int, last: int) -> list[tuple[torch.Tensor, slice, slice]]:

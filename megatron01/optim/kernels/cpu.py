@@ -378,5 +378,5 @@ class CPUKernels:
         """fp32[count], of this thread; pages that are not written to take no memory."""
         scratch = getattr(self._scratch, "buffers", None)
         if scratch is None or scratch.size(1) < count:
-            scratch = self._scratch.buffers = torch.empty(3, max(_RANGE, count))
+            scratch = self._scratch.buffers = torch.empty(3, max(_RANGE, count), dtype=torch.float32)
         return scratch[place, :count]
