@@ -106,15 +106,22 @@ def sync_folder(folder: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files in a folder and its subfolders, symbolic links followed; each folder is visited once, so no loops."""
+    """All files in a folder and its subfolders, symbolic links followed; each folder is visited once, so no loops.
+
+    Links to nothing are among them: they stand for files that are missing. Raises UserError if a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"folder {error.filename} cannot be read: {error.strerror}") from error
+
     visited = set()
-    for current, subfolders, names in os.walk(folder, followlinks=True):
+    for current, subfolders, names in os.walk(folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(current)
         if real in visited:
             subfolders.clear()
             continue
         visited.add(real)
-        yield from (path for name in names if (path := Path(current, name)).is_file())
+        yield from (path for name in names if (path := Path(current, name)).is_file() or not path.exists())
 
 
 def temporary_path(path: Path) -> Path:

@@ -226,7 +226,7 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
         if not found:
             raise UserError(f"input {given} is a folder without files")
         yield from found
-    elif path.exists():  # a pipe
+    elif os.path.lexists(path):  # a pipe, or a link to nothing, which is refused when it is opened
         yield given
     elif found := others(glob.glob(given, recursive=True)):
         expanded = (file for match in found for file in _expand(match, own))  # ** gives folders and their files
@@ -261,10 +261,10 @@ def _detect_format(path: str) -> FileFormat:
     if is_pipe(path):
         return "jsonl"
     name = Path(path)
-    if name.suffix in COMPRESSED_SUFFIXES:
+    if name.suffix.lower() in COMPRESSED_SUFFIXES:
         name = name.with_suffix("")
-    if name.suffix in _SUFFIXES:
-        return _SUFFIXES[name.suffix]
+    if name.suffix.lower() in _SUFFIXES:
+        return _SUFFIXES[name.suffix.lower()]
     with open_stream(path) as stream:
         head = next(unpacked_blocks(stream, detect_compression(stream)), b"")
     if head.startswith(_PARQUET_MAGIC):

@@ -62,6 +62,9 @@ def names(tmp_path: Path, *inputs: Path | str, **settings: Any) -> list[str]:
         ("a.jsonl.bz2", bz2.compress(JSON_LINES)),
         ("a.jsonl.zst", zstd.compress(JSON_LINES)),
         ("renamed", zstd.compress(JSON_LINES)),
+        ("long.zst", zstd.compress(JSON_LINES, options={zstd.CompressionParameter.window_log: 31})),
+        ("CAPITALS.JSONL.GZ", gzip.compress(JSON_LINES)),
+        ("CAPITALS.TXT", "\n\n".join(TEXTS).encode()),
         ("mixed.jsonl", JSON_LINES.replace(b"\n", b"\r\n", 1).replace(b"\n", b"\r")),
         ("a.txt", "\n\n".join(TEXTS).encode()),
         ("a.txt.gz", gzip.compress(b"\xef\xbb\xbf" + "\r\n \r\n".join(TEXTS).encode())),
@@ -208,6 +211,31 @@ def test_links_in_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
     found = ["a.jsonl", "c.jsonl", "linked/b.jsonl"]
     assert names(tmp_path, folder) == [f"folder/{name}" for name in found]
     assert names(tmp_path, tmp_path / "link") == [f"link/{name}" for name in found]
+
+
+@pytest.mark.parametrize("given", ["folder", "folder/*", "folder/absent.jsonl"])
+def test_links_to_nothing_are_refused(tmp_path: Path, given: str) -> None:
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "there.jsonl", as_json(TEXTS))
+    (tmp_path / "folder" / "absent.jsonl").symlink_to("nothing")
+    with pytest.raises(UserError, match=r"no input file .*absent\.jsonl"):
+        names(tmp_path, tmp_path / given)
+
+
+def test_a_subfolder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = tmp_path / "folder" / "closed"
+    closed.mkdir(parents=True)
+    write_lines(tmp_path / "folder" / "open.jsonl", as_json(TEXTS))
+    list_folder = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if str(path) == str(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"closed cannot be read: Permission denied"):
+        names(tmp_path, tmp_path / "folder")
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
