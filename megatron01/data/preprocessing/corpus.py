@@ -57,10 +57,21 @@ class Source(ABC):
         self.name = name
         self.size: int | None = None  # bytes on disk, for the progress bar, if known
         self.stamp: str | None = None  # sizes and modification times, if they can tell that the content has changed
+        self._files = files
         if files:
-            found = [file_status(file) for file in files]
-            self.size = sum(status.st_size for status in found)
-            self.stamp = "; ".join(f"{status.st_size} bytes, modified {status.st_mtime_ns}" for status in found)
+            self.size = sum(file_status(file).st_size for file in files)
+            self.stamp = self._present_stamp()
+
+    def _present_stamp(self) -> str:
+        found = map(file_status, self._files)
+        return "; ".join(f"{status.st_size} bytes, modified {status.st_mtime_ns}" for status in found)
+
+    def check_unchanged(self) -> None:
+        """Raises: UserError if a file was changed since this object was made: it may still be being written."""
+        if self.stamp is not None and self._present_stamp() != self.stamp:
+            raise UserError(
+                f"{self.name} was changed while this command ran; repeat it when nothing writes to the file any more"
+            )
 
     @abstractmethod
     def chunks(self, start: Position) -> Iterator[Chunk]:
@@ -81,9 +92,13 @@ class Source(ABC):
 
 
 def read_chunks(sources: Sequence[Source], start: Position) -> Iterator[Chunk]:
-    """The documents of all sources in order from ``start`` on."""
+    """The documents of all sources in order from ``start`` on.
+
+    Raises: UserError if a source cannot be read, is damaged, or was changed before a chunk of it was read.
+    """
     for number in range(start.source, len(sources)):
         for chunk in sources[number].chunks(start if number == start.source else Position()):
+            sources[number].check_unchanged()  # a chunk may end in the middle of a document that is being written
             yield replace(chunk, end=replace(chunk.end, source=number))
 
 
@@ -112,6 +127,7 @@ COMPRESSED_SUFFIXES: dict[str, Compression] = {
     ".zstd": "zstd",
 }
 BLOCK_BYTES = 1 << 18  # read, and decompressed, at a time
+_ZSTD_WINDOW_LOG = 31  # of `zstd --long=31`, the largest; the library's own limit, 27, refuses such files
 _MAGIC: dict[Compression, re.Pattern[bytes]] = {
     "gzip": re.compile(rb"\x1f\x8b\x08"),
     "xz": re.compile(rb"\xfd7zXZ\x00"),
@@ -173,7 +189,8 @@ def detect_compression(stream: ByteStream) -> Compression | None:
     """How a stream is compressed, by its first bytes, or None. Raises UserError if its name says otherwise."""
     head = stream.peek(16)
     found = next((kind for kind, magic in _MAGIC.items() if magic.match(head)), None)
-    expected = next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if stream.name.endswith(suffix)), None)
+    name = stream.name.lower()
+    expected = next((kind for suffix, kind in COMPRESSED_SUFFIXES.items() if name.endswith(suffix)), None)
     if expected not in (None, found):
         raise UserError(
             f"{stream.name} is damaged, cut short or misnamed: it does not begin as a {expected} file does; copy it"
@@ -204,7 +221,7 @@ def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iter
         elif compression == "bzip2":
             decompressor = bz2.BZ2Decompressor()
         else:
-            decompressor = zstd.ZstdDecompressor()
+            decompressor = zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG})
         while not decompressor.eof:
             try:
                 if not packed and getattr(decompressor, "needs_input", True) and not (packed := stream.read()):

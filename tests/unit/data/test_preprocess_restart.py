@@ -291,6 +291,25 @@ def test_changed_input(
     assert files(tmp_path / "out") == expected
 
 
+def test_input_that_is_written_meanwhile(
+    config: PreprocessConfig, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = Path(config.input[1])
+    original, encode = second.read_bytes(), Encoder.encode
+
+    def encode_and_truncate(*arguments: Any) -> Any:
+        second.write_bytes(original[:100])
+        return encode(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Encoder, "encode", encode_and_truncate)
+        with pytest.raises(UserError, match=r"b\.jsonl was changed while this command ran"):
+            preprocess(config)
+    second.write_bytes(original)
+    preprocess(config)
+    assert files(Path(config.output_prefix).parent) == expected
+
+
 def test_standard_input_goes_on(
     config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, expected: dict[str, bytes]
 ) -> None:
