@@ -467,6 +467,9 @@ def _pieces(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
 
 Origin = dict[str, Any]
 
+_MUST_AGREE = ("split_sentences", "append_eod")
+_ADDED_UP = ("documents", "sequences", "tokens", "unknown_tokens")
+
 
 def origin_path(prefix: str) -> Path:
     """The JSON file with the origin of a pair."""
@@ -483,12 +486,17 @@ def read_origin(prefix: str) -> Origin | None:
     tokenizer = origin.get("tokenizer")
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("fingerprint"), str):
         raise UserError(f"{path} is damaged (it has no fingerprint of a tokenizer); {advice}")
+    left_out = origin.get("left_out", {})
+    counts = [origin.get(name, 0) for name in _ADDED_UP]
+    if not isinstance(left_out, dict) or any(type(count) is not int for count in (*counts, *left_out.values())):
+        raise UserError(f"{path} is damaged (a count in it is not a whole number); {advice}")
     return origin
 
 
 def write_origin(prefix: str, origin: Origin) -> None:
-    """Atomic write of the origin file."""
-    write_atomically(origin_path(prefix), json.dumps(origin, indent=1, sort_keys=True) + "\n")
+    """Atomic write of the origin file. Raises UserError if it cannot be written."""
+    with writing(origin_path(prefix), "check its folder and the space left there"):
+        write_atomically(origin_path(prefix), json.dumps(origin, indent=1, sort_keys=True) + "\n")
 
 
 def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
@@ -513,10 +521,6 @@ def check_ids(prefix: str, least: int, most: int, tokenizer: Tokenizer) -> None:
             f"{prefix}.bin holds the token id {least if least < 0 else most}, but {tokenizer.name} has ids 0 to"
             f" {tokenizer.vocab_size - 1}; give the tokenizer with which the text was preprocessed"
         )
-
-
-_MUST_AGREE = ("split_sentences", "append_eod")
-_ADDED_UP = ("documents", "sequences", "tokens", "unknown_tokens")
 
 
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 import tempfile
 from collections import Counter
@@ -99,7 +100,7 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         _log(f"note: the text does not hold the {config.vocab_size} entries of vocab_size")
     for reason, count in texts.left_out.most_common():
         _log(f"left out {count} documents ({reason})")
-    flags = [f"--{name.replace('_', '-')} {path}" for name, path in files.items()]
+    flags = [f"--{name.replace('_', '-')} {shlex.quote(str(path))}" for name, path in files.items()]
     _log(" ".join(["use it with: --tokenizer-type", kind, *flags]))
     return list(files.values())
 

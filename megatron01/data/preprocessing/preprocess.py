@@ -310,7 +310,8 @@ class _Run:
         self._record.position, self._record.line = Position(len(self._sources)), 0
         self._save()
         for prefix, builder in self._builders.items():
-            origin_path(prefix).unlink(missing_ok=True)  # the origin of an older pair must not outlive it
+            with writing(origin_path(prefix), "check what is there"):
+                origin_path(prefix).unlink(missing_ok=True)  # the origin of an older pair must not outlive it
             builder.finalize()
         for prefix in self.summary.outputs:
             write_origin(prefix, self._origin(prefix))

@@ -17,7 +17,7 @@ from megatron01.data import IndexedDataset, IndexedDatasetBuilder, Tokenizer
 from megatron01.data import commands as inspection_module
 from megatron01.data import indexed as builder_module
 from megatron01.data.commands import data, inspect, scan_tokens, verify
-from megatron01.data.indexed import describe_content, merge, origin_path
+from megatron01.data.indexed import describe_content, merge, origin_path, write_origin
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
 
@@ -170,6 +170,10 @@ def test_verification_finds_every_flipped_bit(write_pair: Callable[..., str]) ->
         ({"tokenizer": {"fingerprint": "f", "vocab_size": 4}}, "holds the token id 7, but its vocabulary has 4"),
         ({"tokenizer": {}}, "is damaged"),
         ({"tokenizer": 3}, "is damaged"),
+        ({"tokens": "many"}, r"corpus\.json is damaged \(a count"),
+        ({"unknown_tokens": None}, r"corpus\.json is damaged \(a count"),
+        ({"left_out": []}, r"corpus\.json is damaged \(a count"),
+        ({"left_out": {"invalid JSON": "x"}}, r"corpus\.json is damaged \(a count"),
     ],
 )
 def test_files_unlike_the_record(write_pair: Callable[..., str], changes: dict[str, Any], reason: str) -> None:
@@ -177,6 +181,13 @@ def test_files_unlike_the_record(write_pair: Callable[..., str], changes: dict[s
     note(prefix, **changes)
     with pytest.raises(UserError, match=reason):
         verify(prefix)
+
+
+def test_a_record_that_cannot_be_written(write_pair: Callable[..., str]) -> None:
+    prefix = write_pair([[[1]]])
+    origin_path(prefix).mkdir()
+    with pytest.raises(UserError, match=r"corpus\.json cannot be written: Is a directory"):
+        write_origin(prefix, {})
 
 
 def test_negative_tokens_are_damage(write_pair: Callable[..., str]) -> None:

@@ -173,6 +173,13 @@ def test_unknown_tokens_are_counted(tmp_path: Path) -> None:
     assert json.loads(Path(f"{prefix}.json").read_bytes())["unknown_tokens"] == 2
 
 
+def test_a_folder_in_the_place_of_the_record(tmp_path: Path) -> None:
+    config = gpt_config(tmp_path, write_lines(tmp_path / "in.jsonl", as_json(["text"])))
+    Path(f"{config.output('text')}.json").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"gpt_text_document\.json cannot be written: Is a directory"):
+        preprocess(config)
+
+
 def test_partitions_are_not_needed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     preprocess(replace(gpt_config(tmp_path, write_lines(tmp_path / "a.jsonl", as_json(TEXTS))), partitions=8))
     assert "partitions 8 is not needed: one pass" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,15 @@ def test_an_even_sample_of_the_documents(tmp_path: Path, capfd: pytest.CaptureFi
     printed = capfd.readouterr().err
     assert "from 2 documents, 8 characters" in printed and "does not hold the 1000 entries" in printed
     assert f"--tokenizer-type GPT2BPETokenizer --vocab-file {made[0]} --merge-file {made[1]}" in printed
+
+
+def test_flags_can_be_copied_to_a_shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = write_lines(tmp_path / "x.jsonl", TEXTS)
+    (made,) = train_tokenizer(
+        replace(config(path, "HuggingFaceTokenizer"), output_prefix=str(tmp_path / "my vocabulary"))
+    )
+    printed = capfd.readouterr().err
+    assert shlex.split(printed)[-4:] == ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(made)]
 
 
 def test_unusable_documents_are_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
