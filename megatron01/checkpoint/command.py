@@ -12,24 +12,24 @@ from megatron01.checkpoint.manifest import (
     CheckpointMetadata,
     check_contents,
     existing_folder,
+    iteration_path,
     iterations,
     left_overs,
     locate,
     read_metadata,
     read_tracker,
 )
-from megatron01.checkpoint.storage import reading
+from megatron01.checkpoint.storage import damage_named
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
 from megatron01.utils.formatting import columns, one_line
 
 
 def list_all(folder: str) -> None:
-    path = _existing(folder)
+    path, checkpoints = _checkpoints(folder)
     newest = read_tracker(path)
     rows = [("iteration", "replicas", "optimizer", "MB", "written", "")]
-    for iteration in iterations(path):
-        place = existing_folder(path, iteration)
+    for iteration, place in checkpoints:
         note = "newest" if iteration == newest else ""
         try:
             metadata = read_metadata(place)
@@ -39,8 +39,6 @@ def list_all(folder: str) -> None:
         written = datetime.fromtimestamp(place.stat().st_mtime).isoformat(" ", "minutes")
         megabytes = f"{metadata.num_bytes / 1e6:.1f}"
         rows.append((str(iteration), str(metadata.num_replicas), metadata.optimizer, megabytes, written, note))
-    if len(rows) == 1:
-        raise UserError(f"{folder} holds no complete checkpoint")
     print("\n".join(columns(rows, left=6)))
     for left_over in left_overs(path):
         print(f"{left_over.name} was left by a save or deletion that was interrupted; the next save removes it")
@@ -49,7 +47,7 @@ def list_all(folder: str) -> None:
 def inspect(folder: str) -> None:
     place = existing_folder(*locate(folder))
     metadata = read_metadata(place)
-    with reading(place / CONFIG_NAME):
+    with damage_named(place / CONFIG_NAME):
         lines = _describe(place, metadata)
     print("\n".join(lines))
 
@@ -81,13 +79,12 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
 
 
 def verify(folder: str) -> None:
-    path = _existing(folder)
-    saved, newest = iterations(path), read_tracker(path)
-    if newest is not None and newest not in saved:
+    path, checkpoints = _checkpoints(folder)
+    newest = None if iteration_path(folder) is not None else read_tracker(path)
+    if newest is not None and newest not in iterations(path):
         raise UserError(f"{path / TRACKER_NAME} names the iteration {newest}, whose checkpoint is not there")
-    places = [existing_folder(path, iteration) for iteration in saved] or [existing_folder(*locate(folder))]
     damaged = 0
-    for place in places:
+    for _, place in checkpoints:
         try:
             metadata = read_metadata(place)
             check_contents(place, metadata.files, metadata.files)
@@ -97,11 +94,15 @@ def verify(folder: str) -> None:
         else:
             print(f"{place.name}  intact   {len(metadata.files)} files, {metadata.num_bytes / 1e6:.1f} MB")
     if damaged:
-        raise UserError(f"{damaged} of {len(places)} checkpoints in {folder} are damaged")
+        raise UserError(f"{damaged} of {len(checkpoints)} checkpoints in {folder} are damaged")
 
 
-def _existing(folder: str) -> Path:
-    path = Path(folder)
-    if not path.is_dir():
-        raise UserError(f"{folder} is not a folder; expected a folder of checkpoints")
-    return path
+def _checkpoints(folder: str) -> tuple[Path, list[tuple[int, Path]]]:
+    """The folder of checkpoints and the iterations and places of those in it, or of the one that ``folder`` names.
+
+    Raises:
+        UserError: if there is none.
+    """
+    path, newest = locate(folder)
+    saved = [newest] if iteration_path(folder) is not None else iterations(path) or [newest]
+    return path, [(iteration, existing_folder(path, iteration)) for iteration in saved]

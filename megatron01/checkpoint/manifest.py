@@ -10,15 +10,15 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megatron01.checkpoint.storage import StoredFile, reading
+from megatron01.checkpoint.storage import StoredFile, damage_named
 from megatron01.errors import UserError
-from megatron01.parallel import ReplicaGroup, failing_together, lost_replica
+from megatron01.parallel import ReplicaGroup, failing_together
 from megatron01.utils.files import open_regular, read_regular, sync_folder, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -41,33 +41,13 @@ def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Ite
     """
     for name in names:
         path = checkpoint / name
-        with reading(path):
+        with damage_named(path):
             found = describe_file(path)
         if found != files[name]:
             raise UserError(
                 f"{path} is damaged: its content has the hash {found.sha256[:12]}, expected {files[name].sha256[:12]}; "
                 "use another checkpoint"
             )
-
-
-@contextmanager
-def damage_named(checkpoint: Path, what: str) -> Iterator[None]:
-    """Context in which entries of a checkpoint are used that may be of any type and value.
-
-    Raises:
-        UserError: naming ``what``, for errors that bad entries cause; the loss of a replica passes through.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and lost_replica(error) is not None:
-            raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise UserError(
-            f"{checkpoint} is damaged: its {what} are invalid ({reason}); use another checkpoint"
-        ) from error
 
 
 # Names inside a folder of checkpoints, and the file operations that make a checkpoint complete or absent.
@@ -184,6 +164,8 @@ def iteration_path(load: str) -> Path | None:
 def locate(load: str) -> tuple[Path, int]:
     """Folder and iteration that ``load`` names: a folder of checkpoints (its newest), or one ``iter_...`` folder.
 
+    The newest is the one in the tracker file, which a copy may lack; then that of the most iterations.
+
     Raises:
         UserError: if there is no complete checkpoint at that place.
     """
@@ -194,11 +176,18 @@ def locate(load: str) -> tuple[Path, int]:
         return named.parent, int(named.name.removeprefix("iter_"))
     iteration = read_tracker(path)
     if iteration is None:
+        iteration = next(iter(iterations(path)), None)
+    if iteration is not None:
+        return path, iteration
+    if (path / METADATA_NAME).is_file() and not path.name.startswith("iter_"):
         raise UserError(
-            f"{path} holds no {TRACKER_NAME}, so no complete checkpoint; "
-            "give another folder, or --load auto to start anew where there is none"
+            f"{path} is a checkpoint under a name of its own; rename it to iter_ and its iteration, such as"
+            f" {iteration_folder(path.parent, 1000)}"
         )
-    return path, iteration
+    raise UserError(
+        f"{path} holds no {TRACKER_NAME} and no iter_... folder, so no complete checkpoint; "
+        "give another folder, or --load auto to start anew where there is none"
+    )
 
 
 def publish(incomplete: Path, final: Path) -> None:
@@ -328,7 +317,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     path = checkpoint / METADATA_NAME
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
-    with reading(path):
+    with damage_named(path):
         entries = json.loads(read_regular(path, LARGEST_FILE))
         version = _whole(entries["format_version"])
         if version != FORMAT_VERSION:
@@ -340,7 +329,7 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
             raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")
         metadata = _metadata(entries)
     for name, stored in metadata.files.items():
-        with reading(checkpoint / name), open_regular(checkpoint / name) as file:
+        with damage_named(checkpoint / name), open_regular(checkpoint / name) as file:
             size = os.fstat(file.fileno()).st_size
         if size != stored.bytes:
             raise UserError(

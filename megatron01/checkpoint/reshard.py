@@ -18,8 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named
-from megatron01.checkpoint.storage import StoredTensor, check_tensors, file_of_rank, read_header, read_tensors
+from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.storage import (
+    StoredTensor,
+    check_tensors,
+    damage_named,
+    file_of_rank,
+    read_header,
+    read_tensors,
+)
 from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup, failing_together
 from megatron01.parallel.tensor_parallel import Partition

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron01.errors import UserError
+from megatron01.parallel import lost_replica
 from megatron01.utils.files import open_regular
 
 _FORMAT_NAMES = {
@@ -93,11 +94,12 @@ class StoredTensor:
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Context in which a file of a checkpoint is read, which may hold anything.
+def damage_named(path: Path, what: str = "") -> Iterator[None]:
+    """Context in which a file or entry of a checkpoint is used, which may hold anything.
 
     Raises:
-        UserError: naming the file, if it cannot be read, or its contents cause an error.
+        UserError: naming ``path``, and ``what`` in it, if it cannot be read, or for errors that bad content causes; the
+            loss of a replica passes through.
     """
     try:
         yield
@@ -107,9 +109,12 @@ def reading(path: Path) -> Iterator[None]:
         raise UserError(
             f"{path} cannot be read ({error.strerror}); the checkpoint is incomplete, use another one"
         ) from error
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, EOFError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {reason}); use another checkpoint") from error
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError, EOFError) as error:
+        if isinstance(error, RuntimeError) and lost_replica(error) is not None:
+            raise
+        invalid = f": its {what} are invalid" if what else ""
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UserError(f"{path} is damaged{invalid} ({reason}); use another checkpoint") from error
 
 
 def file_of_rank(rank: int) -> str:
@@ -168,7 +173,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     Raises:
         UserError: if it cannot be read, or is damaged.
     """
-    with reading(path), open_regular(path) as file:
+    with damage_named(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, LARGEST_HEADER):
@@ -201,7 +206,7 @@ def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: 
     in_order = sorted(tensors, key=lambda name: (stored[name].file, stored[name].offset))
     for file_name, names in itertools.groupby(in_order, key=lambda name: stored[name].file):
         path = checkpoint / file_name
-        with reading(path), open_regular(path) as file:
+        with damage_named(path), open_regular(path) as file:
             for name in names:
                 _read(file, stored[name], tensors[name].detach())
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import (
     CONFIG_NAME,
+    METADATA_NAME,
     WEIGHTS_ALONE,
     CheckpointMetadata,
     check_contents,
@@ -54,8 +55,8 @@ _NEEDED_DATA = ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tok
 
 
 def is_checkpoint(path: Path) -> bool:
-    """True if a path looks like a megatron01 checkpoint, or a folder of them."""
-    if iteration_path(str(path)) is not None:
+    """True if a path looks like a megatron01 checkpoint, also a renamed one, or a folder of them."""
+    if iteration_path(str(path)) is not None or (path / METADATA_NAME).is_file():
         return (path / CONFIG_NAME).is_file()
     return any(path.glob(f"iter_*/{CONFIG_NAME}"))
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron01.checkpoint.manifest import damage_named, existing_folder, read_metadata
+from megatron01.checkpoint.manifest import existing_folder, read_metadata
+from megatron01.checkpoint.storage import damage_named
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader
 from megatron01.data.datasets import SPLITS, SampleCounts, Splits

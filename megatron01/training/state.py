@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron01.checkpoint.load import changed_settings, load_checkpoint, random_state, set_random_state
-from megatron01.checkpoint.manifest import CheckpointMetadata, damage_named, open_checkpoint
+from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
 from megatron01.checkpoint.reshard import (
     SHARES,
     AveragedState,
@@ -25,7 +25,7 @@ from megatron01.checkpoint.reshard import (
     named_tensors,
 )
 from megatron01.checkpoint.save import RunState
-from megatron01.checkpoint.storage import file_of_rank, read_header
+from megatron01.checkpoint.storage import damage_named, file_of_rank, read_header
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.formats import read_model

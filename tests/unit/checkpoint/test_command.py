@@ -31,6 +31,25 @@ def test_list(folder, capsys):
     assert "iter_0000030.incomplete was left" in lines[3]
 
 
+def test_list_of_one(folder, capsys):
+    (folder / TRACKER_NAME).unlink()
+    lines = run(capsys, "list", folder / "iter_0000010").splitlines()
+    assert len(lines) == 2 and lines[1].startswith("10")
+
+
+def test_without_the_tracker_the_newest_is_taken(folder, capsys):
+    (folder / TRACKER_NAME).unlink()
+    assert "iteration         20" in run(capsys, "inspect", folder)
+    assert run(capsys, "verify", folder).count("intact") == 2
+
+
+def test_a_renamed_checkpoint(folder):
+    iteration_folder(folder, 20).rename(folder / "best")
+    for action in ("list", "inspect", "verify"):
+        with pytest.raises(UserError, match=r"best is a checkpoint under a name of its own; rename it to iter_"):
+            checkpoint([action, str(folder / "best")], "megatron01 checkpoint")
+
+
 def test_inspect(folder, capsys):
     shown = run(capsys, "inspect", folder)
     assert "iteration         20" in shown and "1000 in 1 tensors" in shown and "lr: 0.1" in shown

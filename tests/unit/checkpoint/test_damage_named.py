@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.checkpoint.manifest import damage_named
+from megatron01.checkpoint.storage import damage_named
 from megatron01.errors import UserError
 
 

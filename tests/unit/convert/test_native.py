@@ -146,12 +146,12 @@ def test_damage_is_found(gpt_checkpoint, tmp_path):
         read_checkpoint(str(copy))
 
 
-def test_no_checkpoint_or_none_that_is_named(gpt_checkpoint, tmp_path):
+def test_copies_of_a_checkpoint(gpt_checkpoint, tmp_path):
     with pytest.raises(UserError, match="not a folder"):
         read_checkpoint(str(tmp_path / "none"))
     copy = tmp_path / "copy"
-    shutil.copytree(gpt_checkpoint, copy)
-    (copy / "latest_checkpointed_iteration.txt").unlink()
-    with pytest.raises(UserError, match=r"holds no latest_checkpointed_iteration.txt"):
-        read_model(str(copy))
-    assert read_model(str(copy / "iter_0000011")).vocab_size == 257
+    shutil.copytree(gpt_checkpoint / "iter_0000011", copy / "iter_0000011")  # without the tracker file
+    assert read_model(str(copy)).source == read_model(str(copy / "iter_0000011")).source
+    shutil.copytree(gpt_checkpoint / "iter_0000011", tmp_path / "best")
+    with pytest.raises(UserError, match=r"best is a checkpoint under a name of its own; rename it to iter_"):
+        read_model(str(tmp_path / "best"))
