@@ -67,8 +67,15 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
         tokenizer: used in place of the model's own.
 
     Raises:
-        UserError: if there is no model, or it cannot be used.
+        UserError: if there is no model, or it cannot be read or used.
     """
+    try:
+        return _read_model(load, tokenizer)
+    except OSError as error:
+        raise UserError(f"{error.filename or load} cannot be read: {error.strerror}") from error
+
+
+def _read_model(load: str, tokenizer: TokenizerFiles | None) -> PortableModel:
     path = Path(load)
     if not path.exists():
         raise UserError(f"load is {load!r}, which does not exist; expected a model's folder")

@@ -61,6 +61,8 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
         reason = " ".join(str(error).split())
         if refused := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", reason):
             raise UserError(f"{path} holds an object of {refused[1]}, which is not data; it is not loaded") from error
+        if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
+            reason = str(error.__context__)  # without torch's advice to load the file unsafely
         raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import select
 import signal
@@ -13,20 +14,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from megatron01.errors import EXIT_FAULT, UserError
+from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.utils.formatting import one_line, painter
 from megatron01.utils.signals import Stopped, is_main_thread
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+_REFUSALS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.ELOOP}
+"""errno values by which the system refuses a path; other errors may be bugs and keep their traceback."""
 LAUNCHER_SECONDS = 1.0  # between two checks that the launcher is alive
 PRINTING_SECONDS = 5.0  # ranks that start together reach the same error within this time
 
 
 def run_as_program(main: Callable[[], int | None]) -> NoReturn:
-    """Call ``main`` and end the process: one line and status 2 (74 for a fault) after a UserError, 130 after Ctrl-C,
-    128 + its number after another signal that interrupted it, 141 after a broken pipe on standard output.
+    """Call ``main`` and end the process: one line and status 2 (74 for a fault) after a UserError, or where the system
+    refuses a path; 130 after Ctrl-C, 128 + its number after another signal that interrupted it, 141 after a broken pipe
+    on standard output.
 
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all exit with its status.
     """
@@ -45,6 +49,12 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
             if not _has_lost_its_reader():
                 raise
             status = EXIT_BROKEN_PIPE
+        except OSError as error:
+            if error.filename is None or error.errno not in _REFUSALS:
+                raise
+            advice = "check the path, its permissions and the space left there"
+            report(UserError(f"{error.filename} cannot be used: {error.strerror}; {advice}"))
+            status = EXIT_USER_ERROR
         sys.exit(status)
     except BaseException as error:
         if _environment_of_rank() is not None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -72,7 +73,17 @@ def test_a_reader_that_stops_leaves_no_traceback(lines: int) -> None:
     assert (ended.returncode, ended.stderr) == (141, b"")
 
 
-@pytest.mark.parametrize("error", [KeyError("bug"), BrokenPipeError("another pipe")])
+def test_a_path_that_the_system_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    def refused() -> None:
+        Path("x" * 1000).exists()
+
+    with pytest.raises(SystemExit) as caught:
+        run_as_program(refused)
+    assert caught.value.code == 2
+    assert re.fullmatch("error: x{1000} cannot be used: File name too long; .*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("error", [KeyError("bug"), BrokenPipeError("another pipe"), FileNotFoundError(2, "no", "x")])
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
     def broken() -> None:
         raise error

@@ -92,6 +92,11 @@ def test_places_that_cannot_be_written(gpt_checkpoint, tmp_path, capsys, name):
     assert status == 2 and errors.count("\n") == 1 and "error: " in errors
 
 
+def test_what_cannot_be_read_is_not_said_of_the_output(tmp_path, capsys):
+    status, _, errors = run(capsys, "--load", tmp_path / ("x" * 300), "--save", tmp_path / "there")
+    assert status == 2 and "x cannot be read: File name too long" in errors and "there" not in errors
+
+
 def test_a_failure_leaves_nothing(gpt_checkpoint, tmp_path, monkeypatch):
     def full(*arguments: object, **keywords: object) -> None:
         raise OSError(28, "No space left on device")

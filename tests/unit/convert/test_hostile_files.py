@@ -51,6 +51,13 @@ def test_a_storage_of_any_size_is_refused(tmp_path):
         load_tensors(path)
 
 
+def test_a_file_of_another_kind_is_not_said_to_load_unsafely(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match=r"was not written by torch\.save \(Unsupported operand 118\)"):
+        load_tensors(path)
+
+
 def test_settings_that_would_grow_are_refused(tmp_path):
     path = tmp_path / "config.yaml"
     lines = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)]
