@@ -15,12 +15,9 @@ from megatron01.errors import UserError, require
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadConfig(Bounded):
-    """A model, and its tokenizer where that is not with it."""
+class OptionalTokenizer(Bounded):
+    """A tokenizer that need not be given."""
 
-    load: str
-    """Folder of the model: a checkpoint, a folder of them, a run's (--run-dir), one of Hugging Face, or one of
-    Megatron-LM."""
     tokenizer_type: TokenizerType | None = None
     """In place of the model's own tokenizer, with the files below; not needed where those are found."""
     vocab_file: str = ""
@@ -37,6 +34,20 @@ class LoadConfig(Bounded):
                 "files of a tokenizer are given, but not its type; give --tokenizer-type as well, such as"
                 " GPT2BPETokenizer"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder(Bounded):
+    """A model."""
+
+    load: str
+    """Folder of the model: a checkpoint, a folder of them, a run's (--run-dir), one of Hugging Face, or one of
+    Megatron-LM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadConfig(OptionalTokenizer, ModelFolder):
+    """A model, and its tokenizer where that is not with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron01.config import TokenizerType
 from megatron01.config.command_line import Command, dispatch, parse
-from megatron01.config.commands import PreprocessConfig
+from megatron01.config.commands import OptionalTokenizer, PreprocessConfig
 from megatron01.config.fields import Bounded, NotNegative
 from megatron01.data.indexed import (
     IndexedDataset,
@@ -48,36 +48,23 @@ class MergeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InspectConfig(Bounded):
-    """Show what token files hold."""
+class VerifyConfig(Bounded):
+    """Check token files to the last byte."""
 
     input: tuple[str, ...]
     """Paths of .bin/.idx pairs; their extensions may stay, so that patterns such as data/*.idx do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig(OptionalTokenizer, VerifyConfig):
+    """Show what token files hold."""
+
     documents: NotNegative[int] = 3
     """How many of the first documents are shown."""
     tokens: NotNegative[int] = 64
     """How many tokens of each of them are shown."""
     tokenizer_type: TokenizerType | None = None
     """The tokenizer with which the files were made, to show text instead of token ids."""
-    vocab_file: str = ""
-    """vocab.txt for BertWordPiece..., vocab.json for GPT2BPETokenizer."""
-    merge_file: str | None = None
-    """merges.txt for GPT2BPETokenizer."""
-    tokenizer_model: str | None = None
-    """.model file for SentencePieceTokenizer; tokenizer.json, or a folder with one, for HuggingFaceTokenizer."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tokenizer_type is None and (self.vocab_file or self.merge_file or self.tokenizer_model):
-            raise UserError("a vocabulary is given without tokenizer_type; give both or neither")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig:
-    """Check token files to the last byte."""
-
-    input: tuple[str, ...]
-    """Paths of .bin/.idx pairs; their extensions may stay, so that patterns such as data/*.idx do."""
 
 
 def data(argv: Sequence[str], prog: str) -> None:

@@ -175,7 +175,12 @@ class _GPTSplits(SplitBuilder):
     _data: GPTDataConfig
 
     def check(self, files: TokenFiles) -> None:
-        """Accept any text; note settings without effect on text that is recorded to lack end-of-document tokens."""
+        """Accept any text; note split sentences, and settings that need end-of-document tokens where there are none."""
+        if len(files) > files.num_documents:
+            self.notes.append(
+                f"{files.prefix} has {len(files)} sequences in {files.num_documents} documents: its sentences are taken"
+                " as documents and shuffled; for GPT-2, preprocess the text without split_sentences"
+            )
         origin = read_origin(files.prefix)
         if origin is None or origin.get("append_eod") is not False:
             return

@@ -261,7 +261,7 @@ def test_commands(write_pair: Callable[..., str], tmp_path: Path, capsys: pytest
         (["merg"], "did you mean 'merge'"),
         (["merge", b], "--output-prefix is not given"),
         (["inspect", b, "--documents", "-1"], "documents is -1"),
-        (["inspect", b, "--vocab-file", "x"], "without tokenizer_type"),
+        (["inspect", b, "--vocab-file", "x"], "give --tokenizer-type as well"),
         (["verify", b, "--strikt"], "unknown flag --strikt"),
     ]:
         with pytest.raises(UserError, match=reason):

@@ -275,6 +275,13 @@ def test_ends_of_documents_that_are_not_there_are_noted(
         assert len(notes) == len(expected) and all(map(str.startswith, notes, expected))
 
 
+def test_sentences_are_noted(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
+    prefix = write_pair([[[1, 2, 3], [4, 5, 6]], [[7, 8, 9]]], name="sentences")
+    config = replace(corpus(write_pair, gpt2_tokenizer), data_path=(prefix,), split="1")
+    (note,) = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(1), 1).notes
+    assert note.startswith(f"{prefix} has 3 sequences in 2 documents: its sentences are taken as documents")
+
+
 def test_unusable_data(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, bert_tokenizer: Tokenizer) -> None:
     config = corpus(write_pair, gpt2_tokenizer)
     with pytest.raises(UserError, match="no end-of-document token"):
