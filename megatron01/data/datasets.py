@@ -31,6 +31,7 @@ from megatron01.data.indexed import IndexedDataset, bin_path, check_fingerprint,
 from megatron01.data.kernels import fill_blend_order
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
+from megatron01.utils.files import allow_many_open_files
 
 
 class TokenFiles(IndexedDataset):
@@ -316,6 +317,7 @@ class SplitBuilder(ABC):
     required_text: str  # minimum text of a split, for messages
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer, seed: int) -> None:
+        allow_many_open_files()
         self.notes: list[str] = []
         self._data = data
         self._seed = seed
@@ -375,7 +377,7 @@ class SplitBuilder(ABC):
 
     def _usable(self, shares: Sequence[Share], is_usable: Sequence[bool], split: str) -> list[Share]:
         """The usable shares of a split. Others are noted; in the training split they raise UserError."""
-        consequence = "the others fill its share" if len(shares) > 1 else "it is not evaluated"
+        consequence = "the others fill its share" if any(is_usable) else "it is not evaluated"
         for share, usable in zip(shares, is_usable, strict=True):
             if usable:
                 continue

@@ -22,7 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.errors import UserError
-from megatron01.utils.files import flush_to_disk, has_locks, open_locked, sync_folder, writing
+from megatron01.utils.files import (
+    flush_to_disk,
+    has_locks,
+    open_locked,
+    refuse_too_many_open_files,
+    sync_folder,
+    writing,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +109,8 @@ def _load(entry: Path, text: str) -> Arrays | None:
             arrays[name] = array
         return arrays
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, OSError):
+            refuse_too_many_open_files(error, entry)
         logger.warning("the sample index %s is damaged (%s) and is built again", entry, error)
         return None
 

@@ -47,7 +47,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.utils.files import flush_to_disk, open_locked, read_json_object, sync_folder, write_atomically, writing
+from megatron01.utils.files import (
+    flush_to_disk,
+    open_locked,
+    read_json_object,
+    refuse_too_many_open_files,
+    sync_folder,
+    write_atomically,
+    writing,
+)
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -201,6 +209,7 @@ def _map_bytes(path: Path) -> NDArray[np.uint8]:
             return np.frombuffer(b"", dtype=np.uint8)
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
+        refuse_too_many_open_files(error, path)
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 

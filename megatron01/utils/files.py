@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import resource
 import stat
 from collections.abc import Iterator
 from io import FileIO
@@ -55,6 +56,26 @@ def text_or_empty(path: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+_MANY_OPEN_FILES = 1 << 16
+
+
+def allow_many_open_files() -> None:
+    """Raise this process's soft limit of open files, usually 1024, to its hard limit, at most 65536.
+
+    Each memory-mapped array holds a file descriptor: a pair of token files with three splits has 13.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _MANY_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+
+
+def refuse_too_many_open_files(error: OSError, path: str | os.PathLike[str]) -> None:
+    """Raises: UserError if ``error`` is that this process, or the machine, has too many open files."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise UserError(f"{path} cannot be opened: {error.strerror}; raise the limit with ulimit -n") from error
 
 
 def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
@@ -147,6 +168,7 @@ def writing(place: str | os.PathLike[str], advice: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        refuse_too_many_open_files(error, place)
         reason = "; ".join(filter(None, (error.strerror or str(error), advice)))
         raise UserError(f"{place} cannot be written: {reason}") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_bert_datasets, build_gpt_datasets
+from megatron01.data import datasets as datasets_module
 from megatron01.data.datasets import BlendedDataset, SampleDataset, blend_order, samples_per_dataset
 from megatron01.errors import UserError
 
@@ -117,9 +120,28 @@ def test_files_without_text_for_a_part(write_pair: Callable[..., str], gpt2_toke
         build(gpt2_tokenizer, SampleCounts(40), data_path=("1", a, "1", b), split="2,8")
     with pytest.raises(UserError, match="file0"):
         build(gpt2_tokenizer, SampleCounts(40), data_path=(a, a), split="2,8")
-    assert build(gpt2_tokenizer, SampleCounts(40, 9), data_path=(a, a), split="8,2").valid is None
+    none = build(gpt2_tokenizer, SampleCounts(40, 9), data_path=(a, a), split="8,2")
+    assert none.valid is None and all(note.endswith("it is not evaluated") for note in none.notes)
     with pytest.raises(UserError, match="data_path is not given"):
         build(gpt2_tokenizer, SampleCounts(40))
+
+
+def test_a_blend_of_many_files(
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = corpora(write_pair, [20] * 9)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 25
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        with monkeypatch.context() as patch:
+            patch.setattr(datasets_module, "allow_many_open_files", lambda: None)
+            with pytest.raises(UserError, match=r"Too many open files; raise the limit with ulimit -n"):
+                build(gpt2_tokenizer, SampleCounts(40), data_path=tuple(paths))
+        blend = build(gpt2_tokenizer, SampleCounts(40), data_path=tuple(paths)).train
+        assert blend is not None and len(blend) == 40
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_blend_reads_what_its_datasets_read(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
