@@ -19,6 +19,7 @@ from megatron01.checkpoint.storage import damage_named
 from megatron01.config import PretrainConfig
 from megatron01.data import BatchLoader
 from megatron01.data.datasets import SPLITS, SampleCounts, Splits
+from megatron01.errors import require
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
 from megatron01.training.step import Batch, on_device
 
@@ -152,16 +153,38 @@ class RunData:
         progress: Progress,
         build: Callable[[SampleCounts], Splits[Any]],
     ) -> None:
-        """``build``: sample counts -> datasets."""
+        """``build``: sample counts -> datasets.
+
+        Raises:
+            UserError: if the datasets, which may be a user's own, hold fewer samples than the run takes.
+        """
         training = config.training
+        batch_size = training.resolved_global_batch_size(tp_ranks.num_replicas)
         self._config, self._device, self._tp_ranks = config, group.device, tp_ranks
         self.datasets, self.order = build_in_order(
             build,
             progress,
             train_iters=training.train_iters,
-            global_batch_size=training.resolved_global_batch_size(tp_ranks.num_replicas),
+            global_batch_size=batch_size,
             eval_iters=training.eval_iters,
         )
+        steps = training.train_iters - progress.iteration
+        if steps > 0:
+            wanted = progress.consumed_samples - self.order.first_sample + steps * batch_size
+            require(
+                self._num_samples() >= wanted,
+                f"the training data holds {self._num_samples()} samples, but {training.train_iters} steps of"
+                f" {batch_size} take {wanted}; give more data, or lower train_iters or global_batch_size",
+            )
+        smallest = training.micro_batch_size * tp_ranks.num_replicas
+        for split in ("valid", "test"):
+            held_out = getattr(self.datasets, split)
+            if held_out is not None and training.eval_iters > 0:
+                require(
+                    len(held_out) >= smallest,
+                    f"the {split} data holds {len(held_out)} samples, but an evaluation takes {smallest} at least, a"
+                    " micro-batch for each replica; give more data, or set eval_iters to 0",
+                )
 
     def training_batches(self, consumed_samples: int) -> Iterator[Batch]:
         """This replica's batches after ``consumed_samples`` of the run."""

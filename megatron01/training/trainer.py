@@ -336,7 +336,7 @@ class Trainer:
             gradient_bytes=DTYPES[training.precision].itemsize,
         )
         self.recorder.print(traffic)
-        return self.iteration == training.train_iters
+        return self.iteration >= training.train_iters
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step on the next micro-batches of ``batches``."""

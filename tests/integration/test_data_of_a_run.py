@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from megatron01.checkpoint.manifest import iteration_folder
 from megatron01.config import BertPretrainConfig
-from megatron01.data import index_cache
+from megatron01.data import Splits, index_cache
 from megatron01.errors import UserError
 from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
@@ -55,6 +56,49 @@ def test_prepared_indices_are_those_that_the_run_reads(
     monkeypatch.setattr(index_cache, "_store", refuse)
     run(config)
     assert read_lines(tmp_path / "run")[-1]["consumed_samples"] == 24
+
+
+@dataclasses.dataclass(frozen=True)
+class First:
+    """The first samples of a dataset: data of a user's own, which ends."""
+
+    data: Any
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.data[index]
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "message"),
+    [
+        (11, 4, "the training data holds 11 samples, but 6 steps of 2 take 12; give more data, or lower train_iters"),
+        (None, 4, "the training data holds 0 samples"),
+        (12, 1, "the valid data holds 1 samples, but an evaluation takes 2 at least, a micro-batch for each replica"),
+    ],
+)
+def test_data_that_would_end_before_the_run_are_noticed_before_it_begins(
+    corpus: Path, tmp_path: Path, capsys: Any, train: int | None, held_out: int, message: str
+) -> None:
+    config = gpt_config(corpus, train_iters=6, run_dir=str(tmp_path / "run"), save=str(tmp_path / "saved"))
+
+    def run_on(train: int | None, held_out: int, **changes: Any) -> None:
+        def build(*arguments: Any) -> Splits[Any]:
+            whole = GPT.build_datasets(*arguments)
+            own = None if train is None else First(whole.train, train)
+            return Splits(own, First(whole.valid, held_out), None)
+
+        pretrain(with_settings(config, **changes), build, GPT.build_model, GPT.forward_step)
+
+    with pytest.raises(UserError, match=message):
+        run_on(train, held_out)
+    assert "starting" not in capsys.readouterr().out
+    run_on(12, 2)
+    run_on(0, 2, load="auto")  # nothing is left to train on
+    run_on(14, 0, load="auto", train_iters=7, eval_iters=0)
 
 
 def test_only_one_process_of_a_node_prepares(corpus: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

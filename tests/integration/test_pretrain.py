@@ -586,6 +586,22 @@ def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tm
     assert phase == "training" or stopped_at == 2
 
 
+def test_a_run_that_is_beyond_its_last_step_is_done(corpus, tmp_path):
+    """Else a launcher that starts again at ``stopped_exit_code`` would do so for ever."""
+    config = gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        load="auto",
+        stopped_exit_code=75,
+        eval_iters=0,
+        train_iters=6,
+        run_dir=str(tmp_path / "run"),
+    )
+    for iterations in (6, 4):
+        shorter = with_settings(config, train_iters=iterations)
+        assert pretrain(shorter, GPT.build_datasets, GPT.build_model, GPT.forward_step) == 0
+
+
 PREPARES_FOR_EVER = """
 import sys, time
 from dataclasses import replace
