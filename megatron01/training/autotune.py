@@ -17,7 +17,7 @@ from megatron01.comm import BlockLayout, OneBitAllReduce, TorchTransport
 from megatron01.comm.topology import open_local_group
 from megatron01.config import OptimizerConfig, PretrainConfig
 from megatron01.config.fields import Settings
-from megatron01.config.registry import baseline
+from megatron01.config.registry import baseline, without_others_settings
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.run_time import Work, recommend, run_times
@@ -43,7 +43,7 @@ def saved_choice(config: OptimizerConfig, folder: Path, iteration: int) -> Optim
         )
     by_key = Settings(PretrainConfig).by_key
     values = {name: by_key[f"optimizer.{name}"].convert(section[name], str(path)) for name in CHOSEN}
-    return dataclasses.replace(config, **values)
+    return dataclasses.replace(without_others_settings(config, values["optimizer"]), **values)
 
 
 def choose(
@@ -66,7 +66,7 @@ def choose(
         micro_batches: per step.
     """
     if data_parallel_group is None:
-        settings = dataclasses.replace(config.optimizer, optimizer=baseline())
+        settings = without_others_settings(config.optimizer, baseline())
         return settings, f"auto: {baseline()}, as a single replica sends nothing"
     device = group.device
     losses: list[torch.Tensor] = []

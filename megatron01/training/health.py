@@ -82,7 +82,8 @@ class Health:
             return None
         was_high = self._is_high
         usual = fmean(self._losses) if len(self._losses) >= FEWEST_LINES else math.inf
-        self._is_high = not loss < self._settings.loss_spike_factor * usual  # also where it is not a number
+        limit = usual + (self._settings.loss_spike_factor - 1) * abs(usual)  # a user's own loss may be below 0
+        self._is_high = not (math.isfinite(loss) and loss <= limit)
         if not self._is_high:
             self._losses.append(loss)
         if was_high or not self._is_high:

@@ -33,7 +33,7 @@ from megatron01.training.consistency import ReplicasDiverged, settings_digest
 from megatron01.training.data import build_in_order, saved_progress
 from megatron01.training.step import ForwardStep
 from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
-from megatron01.utils.formatting import columns, format_count
+from megatron01.utils.formatting import columns, format_count, one_line
 from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import products_in_tf32, uses_tf32
 from megatron01.utils.signals import Stopped, StopRequest
@@ -198,6 +198,10 @@ def _faults_as_user_errors(when: Callable[[], str]) -> Iterator[None]:
             raise
         what = "" if error.filename is None else f"{error.filename}: "
         raise FaultError(f"{what}{error.strerror}, {when()}; start again to go on from the last checkpoint") from error
+    except torch.OutOfMemoryError as error:
+        raise FaultError(
+            f"{one_line(str(error))[:300]} ({when()}): lower micro_batch_size, or give --recompute-activations full"
+        ) from error
     except RuntimeError as error:
         if (reason := lost_replica(error)) is None:
             raise

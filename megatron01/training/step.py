@@ -91,7 +91,7 @@ def training_step(
                 progress.note(in_step=True)
                 loss, components = forward_step(module, batch)
             optimizer.scale_loss(loss / num_micro_batches).backward()
-        for name, value in {"loss": loss, **components}.items():
+        for name, value in {**components, "loss": loss}.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double() / num_micro_batches
     optimizer.step()
     return sums
@@ -136,10 +136,11 @@ def mean_loss(
 ) -> float | None:
     """Loss without dropout, averaged over batches and replicas. Collective.
 
-    Restores the random-number generators: even a data loader draws a seed.
+    Restores the random-number generators: even a data loader draws a seed. Modules that were in training mode are so
+    again afterwards.
 
     Args:
-        loss_module: the module whose forward is the model's loss; in training mode again afterwards.
+        loss_module: the module whose forward is the model's loss.
         forward_step: as in training.
         batches: this replica's, as many as every other replica has, and at least one.
         group: the replicas.
@@ -147,6 +148,7 @@ def mean_loss(
     """
     total = torch.zeros((), dtype=torch.float64, device=group.device)
     count = 0
+    trained = [module for module in loss_module.modules() if module.training]  # not what a user's model has frozen
     loss_module.eval()
     state = random_state(group.device)
     try:
@@ -159,5 +161,6 @@ def mean_loss(
                 return None
     finally:
         set_random_state(state, group.device)
-        loss_module.train()
+        for module in trained:
+            module.training = True
     return group.sum(total.item() / count) / group.world_size

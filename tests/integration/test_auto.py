@@ -89,6 +89,18 @@ def test_one_replica_sends_nothing(corpus: Path, tmp_path: Path, capsys: pytest.
     assert "auto: adam, as a single replica sends nothing" in capsys.readouterr().out
 
 
+def test_settings_of_the_optimizer_that_was_not_chosen_are_left_out(corpus: Path, tmp_path: Path) -> None:
+    """Also when the run is resumed: the same command goes on."""
+    config = gpt_config(
+        corpus, auto=True, local_scale=1.0, train_iters=4, eval_iters=0, run_dir=str(tmp_path / "run"),
+        save=str(tmp_path / "saved"), load="auto",
+    )  # fmt: skip
+    run(config)
+    run(with_settings(config, train_iters=6))
+    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optimizer"]
+    assert settings["optimizer"] == "adam" and settings["local_scale"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

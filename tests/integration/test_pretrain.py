@@ -404,6 +404,16 @@ def test_a_run_that_diverges_stops_on_every_rank_with_a_message(corpus, tmp_path
         assert "not finite for 4 steps in a row" in message and "lower the learning rate" in message
 
 
+def test_a_gpu_that_is_out_of_memory_is_one_line(corpus, tmp_path):
+    def forward_step(module, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has 79 GiB.")
+
+    expected = r"^CUDA out of memory\. Tried to .* 79 GiB\. \(in iteration 1\): lower micro_batch_size, or give"
+    with pytest.raises(UserError, match=expected) as caught:
+        pretrain(gpt_config(corpus, run_dir=str(tmp_path)), GPT.build_datasets, GPT.build_model, forward_step)
+    assert caught.value.exit_status == 74
+
+
 def damage_and_compare(rank, world_size, config):
     environment = LaunchEnvironment.read(os.environ)
     with initialize(environment, config.distributed) as group:

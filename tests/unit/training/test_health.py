@@ -48,6 +48,11 @@ def test_a_loss_that_is_no_number_is_always_told(loss):
     assert run.spikes(loss) == [f"the training loss jumped from 2 to {loss}"]
 
 
+def test_losses_of_0_and_below_are_no_spikes():
+    assert Run().spikes(*[-2.0] * 8, -0.5)[-2:] == [None, "the training loss jumped from -2 to -0.5"]
+    assert Run().spikes(*[0.0] * 8) == [None] * 8
+
+
 def test_the_state_goes_on():
     first, second = Run(loss_spike_factor=1.2), Run(loss_spike_factor=1.2)
     first.spikes(3.0, 2.9, 2.8, 2.7, 2.6)

@@ -8,6 +8,7 @@ from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
 from megatron01.optim import ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.parallel.process_groups import Progress
 from megatron01.training.consistency import (
     ReplicasDiverged,
     replica_seed,
@@ -15,7 +16,7 @@ from megatron01.training.consistency import (
     require_equal_replicas,
     seed_replica,
 )
-from megatron01.training.step import LossModule, mean_loss
+from megatron01.training.step import LocalComputeTime, LossModule, mean_loss, training_step
 
 
 @pytest.fixture
@@ -80,6 +81,34 @@ def test_mean_loss_restores_training_mode_after_an_error(group):
     with pytest.raises(KeyError):
         mean_loss(module, forward_step, [{"y": torch.zeros(8)}], group)
     assert module.training
+
+
+def test_mean_loss_leaves_what_a_model_has_frozen_in_evaluation_mode(group):
+    module = LossModule(Model())
+    module.model.dropout.eval()
+    mean_loss(module, forward_step, [{"x": torch.ones(8)}], group)
+    assert module.training and module.model.training and not module.model.dropout.training
+
+
+def test_a_part_of_the_loss_that_is_called_loss_does_not_take_its_place():
+    def with_parts(loss_module, batch):
+        loss = loss_module(batch["x"])
+        return loss, {"loss": loss * 0 + 7.0, "part": loss * 0 + 8.0}
+
+    module = LossModule(Model(dropout=0.0))
+    batch = {"x": torch.ones(8)}
+    expected = module(batch["x"]).item()
+    optimizer = ZeroOneAdam(module.model.named_parameters(), 0.1)
+    losses = training_step(
+        optimizer,
+        optimizer.attach(module),
+        with_parts,
+        iter([batch]),
+        1,
+        local_compute_time=LocalComputeTime(torch.device("cpu")),
+        progress=Progress(),
+    )
+    assert {name: float(value) for name, value in losses.items()} == {"loss": pytest.approx(expected), "part": 8.0}
 
 
 def test_every_replica_has_a_seed_of_its_own():
