@@ -181,7 +181,8 @@ _SAME_THING = (
     "load pretrained-checkpoint model model-path model-name-or-path checkpoint checkpoint-dir checkpoint-path ckpt"
     " resume restore pretrained run run-dir",
     "run-dir log-dir logdir logging-dir log-path tensorboard-dir",
-    "train-iters max-steps num-steps total-steps steps iterations iters max-iters num-train-steps",
+    "pretrained-checkpoint finetune load-optim load-rng",
+    "train-iters max-steps num-steps total-steps steps iterations iters max-iters num-train-steps train-samples",
     "epochs num-epochs num-train-epochs",
     "micro-batch-size batch-size batch per-device-train-batch-size per-gpu-batch-size train-micro-batch-size-per-gpu bs"
     " eval-batch-size batch-sizes",
@@ -208,6 +209,7 @@ _SAME_THING = (
     "replicas world-size num-gpus gpus num-replicas nproc-per-node dp data-parallel-size nodes",
     "tensor-model-parallel-size tp tp-size tensor-parallel-size tensor-parallel",
     "save-interval save-steps checkpoint-interval checkpoint-every save-every",
+    "keep-every save-retain-interval",
     "log-interval logging-steps log-every log-steps steps-per-print",
     "eval-interval eval-steps eval-every validate-every",
     "keep-last save-total-limit keep-checkpoints max-checkpoints",
@@ -219,9 +221,15 @@ _SAME_THING = (
     "append-eod add-eos append-eos eod eos",
     "json json-output as-json format",
     "shared-folder folder shared directory dir",
-    "recompute-activations gradient-checkpointing activation-checkpointing checkpoint-activations",
+    "recompute-activations gradient-checkpointing activation-checkpointing checkpoint-activations"
+    " recompute-granularity recompute-method",
+    "shard-optimizer use-distributed-optimizer zero zero-stage",
+    "objective bert-no-binary-head",
+    "variance-freeze-step var-freeze-step",
+    "max-sync-interval local-step-clipper",
     "torch-compile compile",
     "wandb-project wandb project report-to",
+    "wandb-name wandb-exp-name run-name",
 )
 """Names that programs give to the same thing, ours among them: those on one line hint at each other."""
 

@@ -133,8 +133,8 @@ class DataConfig(Bounded):
         except ValueError:
             weights = []
         require(
-            1 <= len(weights) <= 3 and all(w >= 0 for w in weights) and sum(weights) > 0,
-            f"split is {self.split!r}; expected up to three numbers, none below 0 and not all 0, such as 969,30,1",
+            1 <= len(weights) <= 3 and all(w >= 0 for w in weights) and 0 < sum(weights) < math.inf,
+            f"split is {self.split!r}; expected up to three finite numbers, none negative, not all 0, such as 969,30,1",
         )
         weights += [0.0] * (3 - len(weights))
         total = sum(weights)

@@ -13,6 +13,7 @@ from megatron01.errors import require
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Recomputation = Literal["none", "full", "selective"]
+_UpToAYear = Annotated[float, Bounds(lambda value: 0 < value <= 525600, "a positive number, at most 525600 (a year)")]
 _Above1 = Annotated[float, Bounds(lambda value: value > 1, "a factor above 1, or none")]
 
 
@@ -192,6 +193,8 @@ class CheckpointConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("save", "load", "pretrained_checkpoint"):
+            require(getattr(self, name) != "", f"{name} is empty; expected a folder, or none")
         require(
             self.keep_every is None or self.keep_last is not None,
             f"keep_every is {self.keep_every} but keep_last is not given, so every checkpoint is kept; give keep_last",
@@ -234,7 +237,7 @@ class DistributedConfig(Bounded):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where replicas compute; auto: on GPUs with nccl, on CPUs with gloo. With cuda and gloo, processes of a node may
     share a GPU, and exchanges go through host memory."""
-    distributed_timeout_minutes: Positive[float] = 10.0
+    distributed_timeout_minutes: _UpToAYear = 10.0
     """Minutes after which a collective that has not finished ends the run."""
     threads_per_replica: Positive[int] | None = None
     """CPU threads of one process; when not given, the machine's cores divided by its processes."""

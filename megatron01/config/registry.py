@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron01.config.fields import Settings
-from megatron01.errors import UserError, nearest
+from megatron01.errors import UserError, nearest, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -144,6 +144,9 @@ def load_class(name: str) -> Any:
     Raises:
         UserError: if the module is not found or has no such class.
     """
+    require(
+        all(part.isidentifier() for part in name.split(".")), f"optimizer is {name!r}; expected package.module.Class"
+    )
     module_name, _, class_name = name.rpartition(".")
     try:
         module = import_module(module_name)

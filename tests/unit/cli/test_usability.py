@@ -72,6 +72,14 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         (GPT.config_class, "--max_steps", "here it is --train-iters"),
         (GPT.config_class, "--learning-rate", "here it is --lr"),
         (GPT.config_class, "--bf16", "here it is --precision bf16"),
+        (GPT.config_class, "--finetune", "here it is --pretrained-checkpoint"),
+        (GPT.config_class, "--no-load-optim", "here it is --pretrained-checkpoint"),
+        (GPT.config_class, "--train-samples", "here it is --train-iters"),
+        (GPT.config_class, "--save-retain-interval", "here it is --keep-every"),
+        (GPT.config_class, "--recompute-granularity", "here it is --recompute-activations"),
+        (GPT.config_class, "--use-distributed-optimizer", "here it is --shard-optimizer"),
+        (GPT.config_class, "--var_freeze_step", "here it is --variance-freeze-step"),
+        (BERT.config_class, "--bert-no-binary-head", "here it is --objective"),
         (GPT.config_class, "--gradient-checkpointing", "here it is --recompute-activations"),
         (GPT.config_class, "--hiden-size", "did you mean '--hidden-size'?"),
         (GenerateConfig, "--checkpoint", "here it is --load"),
@@ -90,6 +98,24 @@ def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, 
     with pytest.raises(UserError) as caught:
         of(config_class, flag, "x")
     assert str(caught.value) == f"unknown flag {flag}; {hint}"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--save", "", "save is empty; expected a folder, or none"),  # --save "$FOLDER" without such a variable
+        ("--load", "", "load is empty; expected a folder, or none"),
+        ("--pretrained-checkpoint", "", "pretrained_checkpoint is empty; expected a folder, or none"),
+        ("--optimizer", "./own.py", "optimizer is './own.py'; expected package.module.Class"),
+        ("--optimizer", ".Own", "optimizer is '.Own'; expected package.module.Class"),
+        ("--split", "inf,1", "split is 'inf,1'; expected up to three finite numbers"),
+        ("--distributed-timeout-minutes", "1e9", "expected a positive number, at most 525600 (a year)"),
+    ],
+)
+def test_values_that_no_run_can_use(flag: str, value: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        of(GPT.config_class, flag, value)
+    assert message in str(caught.value)
 
 
 def test_a_configuration_without_its_flag_is_recognized() -> None:
