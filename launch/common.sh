@@ -31,6 +31,30 @@ if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 
+# refuse_flags "FLAG ..." REASON ARGUMENTS...: end if one of the flags, which the script gives itself, is an argument.
+refuse_flags() {
+    local flag argument
+    for flag in $1; do
+        for argument in "${@:3}"; do
+            case $argument in "$flag" | "$flag="*) fail "$flag is given by this script itself, $2; leave it out" ;; esac
+        done
+    done
+}
+
+# The scripts add --load auto, which would silently override any other --load among the arguments.
+refuse_load() {
+    local argument before=
+    for argument in "$@"; do
+        case $before$argument in
+        --load=auto) ;;
+        --load=*) fail "$before$argument is overridden by this script, which gives --load auto to go on from the run's own" \
+            "checkpoints; for the weights of another run give --pretrained-checkpoint" ;;
+        esac
+        before=
+        [ "$argument" != --load ] || before=--load=
+    done
+}
+
 # Number of processes on this machine: one per GPU, or 2 without any.
 replicas_of_this_machine() {
     local gpus

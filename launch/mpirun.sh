@@ -21,6 +21,7 @@ set -euo pipefail
 source "$(dirname "$0")/common.sh"
 [ "${1:-}" != pretrain ] || set -- -m megatron01 "$@" # the program's command in place of a script
 [ $# -gt 0 ] || fail "no script; give for instance pretrain_gpt.py --config configs/gpt2/debug.yaml --save FOLDER"
+refuse_load "$@"
 
 read -r -a more <<<"${MPIRUN_OPTIONS:-}"
 mpirun=(mpirun)

@@ -3,17 +3,23 @@
 # Token files, checkpoints and runs go to the current folder; run again, it continues where it stopped:
 #
 #   launch/quickstart.sh [FLAGS...]             flags of megatron01 pretrain, such as --train-iters 50
-#   REPLICAS=4 launch/quickstart.sh
+#   REPLICAS=4 launch/quickstart.sh --dry-run   show the commands, and start nothing
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 replicas=${REPLICAS:-2}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-"$PYTHON" -m megatron01 data sample
+sample=("$PYTHON" -m megatron01 data sample)
+if [ ${#dry_run[@]} -gt 0 ]; then show "${sample[@]}"; else "${sample[@]}"; fi
 for model in gpt2 bert; do
     pretrain=(-m megatron01 pretrain "${model%2}" --config "$model/debug")
+    command=(torchrun --standalone --nproc-per-node "$replicas" "${pretrain[@]}"
+        --save "checkpoints/${model}_debug" --load auto "$@")
+    if [ ${#dry_run[@]} -gt 0 ]; then
+        show "${command[@]}"
+        continue
+    fi
     echo
     echo "=== ${pretrain[*]}, $replicas replicas ==="
-    torchrun --standalone --nproc-per-node "$replicas" "${pretrain[@]}" \
-        --save "checkpoints/${model}_debug" --load auto "$@"
+    "${command[@]}"
 done

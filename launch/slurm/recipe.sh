@@ -58,7 +58,7 @@ if [ "$phases" != 2 ]; then
     if [ ${#dry_run[@]} -gt 0 ]; then
         AFTER=FIRST_JOB
     else
-        AFTER=$(sed -n 's/^Submitted batch job //p' <<<"$submitted")
+        AFTER=$(sed -n 's/^Submitted batch job \([0-9]*\).*/\1/p' <<<"$submitted")
     fi
     export AFTER
 fi

@@ -48,6 +48,10 @@ shift 2
 [ "$script" = -m ] || [ -f "$script" ] ||
     fail "there is no $PWD/$script; expected pretrain_bert.py or pretrain_gpt.py (or: pretrain bert, pretrain gpt)"
 
+refuse_flags "--save --run-dir" "below $RUNS (RUNS=... for another place)" "$@"
+refuse_flags --stopped-exit-code "as 75, by which a job is started again" "$@"
+refuse_load "$@"
+
 tasks=${TASKS_PER_NODE:-8}
 gpus=${GPUS_PER_NODE:-$tasks}
 read -r -a variants <<<"${VARIANTS:-}"

@@ -77,6 +77,7 @@ def test_a_host_file_says_where(tmp_path: Path) -> None:
         (["x.py"], {"HOSTS": "/no/such/file"}, "there is no file /no/such/file"),
         (["x.py"], {"HOSTS": "/dev/null"}, "there is no file /dev/null"),
         (["x.py"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
+        (["x.py", "--load=a", "--load", "auto"], {}, "--load=a is overridden by this script, which gives --load auto"),
     ],
 )
 def test_what_is_missing_is_said(arguments: list[str], variables: dict[str, str], expected: str) -> None:

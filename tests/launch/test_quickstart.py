@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -47,6 +48,19 @@ def quickstart(checkout: Path) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_dry_run_shows_the_commands_and_starts_nothing(tmp_path: Path) -> None:
+    command = [ROOT / "launch" / "quickstart.sh", "--dry-run", "--lr", "1e-3"]
+    environment = os.environ | {"PYTHON": "false", "REPLICAS": "4"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    sample, *runs = (shlex.split(line) for line in done.stdout.splitlines())
+    assert sample == ["false", "-m", "megatron01", "data", "sample"]
+    for words, model in zip(runs, ("gpt", "bert"), strict=True):
+        assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
+        assert words[words.index("pretrain") + 1] == model and words[-2:] == ["--lr", "1e-3"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -70,16 +70,17 @@ def test_the_comparison_of_a_model(model: str) -> None:
 
 FAKE = """#!/bin/sh
 echo "$@" >>"$CALLS"
-echo "Submitted batch job $(wc -l <"$CALLS")"
+echo "Submitted batch job $(wc -l <"$CALLS")$CLUSTER"
 """
 
 
-def test_the_second_phase_waits_for_the_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cluster", ["", " on cluster north"])
+def test_the_second_phase_waits_for_the_first(tmp_path: Path, cluster: str) -> None:
     (tmp_path / "sbatch").write_text(FAKE)
     (tmp_path / "sbatch").chmod(0o755)
     variables = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "RUNS": str(tmp_path / "runs"),
-        "SBATCH_OPTIONS": "--partition=long --account=me", "NODES": "2",
+        "SBATCH_OPTIONS": "--partition=long --account=me", "NODES": "2", "CLUSTER": cluster,
     }  # fmt: skip
     done = run("recipe.sh", "bert_large", "zero_one_adam", "--lr", "1e-4", **variables)
     assert done.returncode == 0, done.stderr
@@ -101,6 +102,9 @@ def test_the_second_phase_waits_for_the_first(tmp_path: Path) -> None:
         ("recipe.sh", ["bert_base", "adam"], {"PHASES": "3"}, "PHASES is 3"),
         ("recipe.sh", ["--dry-run", "bert_base", "adam"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
         ("compare.sh", [], {}, "expected a model"),
+        ("submit.sh", ["a", "pretrain_gpt.py", "--save", "b"], {}, "--save is given by this script itself, below runs"),
+        ("submit.sh", ["a", "pretrain_gpt.py", "--stopped-exit-code=1"], {}, "--stopped-exit-code is given by this"),
+        ("submit.sh", ["a", "pretrain_gpt.py", "--load", "b"], {}, "--load=b is overridden by this script"),
     ],
 )
 def test_mistakes_are_named(script: str, arguments: list[str], variables: dict[str, str], expected: str) -> None:

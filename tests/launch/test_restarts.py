@@ -99,6 +99,11 @@ def test_the_doctor_comes_first_and_meets_elsewhere():
         (["pretrain_gpt.py"], {"NODES": "2"}, "RENDEZVOUS is not set"),
         (["x.py"], {"NODES": "2", "RENDEZVOUS": "no.such.host.invalid:1"}, "RENDEZVOUS names no.such.host.invalid, a"),
         (["x.py"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
+        (
+            ["x.py", "--load", "a"],
+            {},
+            "--load=a is overridden by this script, which gives --load auto to go on from the",
+        ),
     ],
 )
 def test_what_is_missing_is_said(arguments, variables, expected):
