@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron01.config.commands import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
-from megatron01.errors import UserError
+from megatron01.errors import UserError, import_optional
 from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn, write_file
@@ -123,8 +123,6 @@ MAX_SCORE = 5.0
 ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
 """Extensions of readable files; if a set exists in several, the first is read."""
 
-_BYTE_ORDER_MARK = "\ufeff"  # MRPC's files begin with one
-
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 """Place (file and line, for messages) and columns by name of each row."""
 
@@ -162,7 +160,7 @@ def _tsv(path: Path, headless: tuple[str, ...], wanted: Sequence[tuple[str, ...]
     """Rows of a TSV file; missing columns of a truncated row are None."""
     lines = _lines(path)
     _, first = next(lines, (1, ""))
-    header: Sequence[str] = first.removeprefix(_BYTE_ORDER_MARK).split("\t")
+    header: Sequence[str] = first.split("\t")
     if headless and not set(headless) & set(header):
         header, lines = headless, _lines(path)
     for names in wanted:
@@ -173,11 +171,14 @@ def _tsv(path: Path, headless: tuple[str, ...], wanted: Sequence[tuple[str, ...]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Non-empty lines with their numbers; only \\n ends a line, as texts hold other line breaks."""
+    """Non-empty lines with their numbers; only \\n ends a line, as texts hold other line breaks.
+
+    A byte order mark is left out; MRPC's files begin with one.
+    """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                text = line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").removesuffix("\n").removesuffix("\r")
             except UnicodeDecodeError as error:
                 raise UserError(f"{path} line {number} is not UTF-8 text ({error.reason})") from error
             if text:
@@ -191,14 +192,10 @@ def _json_lines(path: Path) -> Rows:
 
 
 def _parquet(path: Path) -> Rows:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(f"{path} needs an optional package: pip install 'megatron01[data]'") from error
+    pyarrow, parquet = (import_optional(module, str(path)) for module in ("pyarrow", "pyarrow.parquet"))
     try:
         numbers = itertools.count(1)
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+        for batch in parquet.ParquetFile(path).iter_batches():
             for entry in batch.to_pylist():
                 yield f"{path} row {next(numbers)}", entry
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
@@ -241,9 +238,11 @@ class TaskData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of all examples, independent of the layout of their files."""
-        examples = itertools.chain(self.train, *self.dev)
-        return fingerprint_of([example.first, example.second, example.label] for example in examples)
+        """Fingerprint of the sets, independent of the layout of their files."""
+        sets = [
+            [[example.first, example.second, example.label] for example in part] for part in (self.train, *self.dev)
+        ]
+        return fingerprint_of(*sets)
 
 
 def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int | None = None) -> TaskData:
@@ -337,12 +336,7 @@ def _find(data: Path, task: Task, split: Split) -> Path | None:
 
 
 def _from_hub(name: str, config: str, split: Split) -> Rows:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"input is {name!r}, which is not a folder; to read it from a hub: pip install 'megatron01[data]'"
-        ) from error
+    datasets = import_optional("datasets", f"input {name!r}, which is not a folder,")
     try:
         loaded = datasets.load_dataset(name, config)
         chosen = next((known for known in split.names if known in loaded), None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -43,12 +44,12 @@ def write_file(path: Path, content: str) -> None:
         write_atomically(path, content)
 
 
-def fingerprint_of(examples: Iterable[Any]) -> str:
-    """Hash of examples, each a JSON value."""
+def fingerprint_of(*sets: Sequence[Any]) -> str:
+    """Fingerprint of a task's sets of examples, each a JSON value: the hash of all examples, and the sets' sizes."""
     digest = hashlib.sha256()
-    for example in examples:
+    for example in itertools.chain(*sets):
         digest.update(json.dumps(example).encode())
-    return digest.hexdigest()[:16]
+    return f"{digest.hexdigest()[:16]} {'+'.join(str(len(examples)) for examples in sets)}"
 
 
 class Column(NamedTuple):
@@ -99,6 +100,11 @@ class Result:
     diverged: bool
     seconds: float
 
+    @property
+    def is_of_earlier_version(self) -> bool:
+        """True if its fingerprint lacks the sizes of the sets: another split of the same rows then looks the same."""
+        return " " not in self.data
+
 
 class SweepFolder:
     """Result folder of a sweep, created if missing.
@@ -144,7 +150,7 @@ class SweepFolder:
         except UserError as error:
             warn(f"{error}; the run counts as unfinished")
             return None
-        if result.data != data:
+        if result.data not in (data, data.partition(" ")[0]):  # without sizes: see ``is_of_earlier_version``
             raise UserError(
                 f"{path} has the result of other examples of {run.task} than are given; give another --output, or the"
                 " data of that sweep"

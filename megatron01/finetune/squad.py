@@ -333,7 +333,7 @@ class SquadBench(FineTuneBench):
         super().__init__(config, device)
         self.train_set = read_squad(config.train_file)
         self.dev_set = read_squad(config.dev_file)
-        self._fingerprint = fingerprint_of([*self.train_set, *self.dev_set])
+        self._fingerprint = fingerprint_of(self.train_set, self.dev_set)
 
     def columns(self, task: str) -> Sequence[Column]:
         return COLUMNS

@@ -196,6 +196,11 @@ class Sweep:
         self._part, self._num_parts = array_part(os.environ)
         self._results: dict[Run, Result] = {}
         self._find_results()
+        if any(result.is_of_earlier_version for result in self._results.values()):
+            warn(
+                "results of an earlier version are kept: it recorded the examples, but not where the training set ends;"
+                " if you have divided them otherwise since, give another --output"
+            )
 
     def do(self) -> None:
         """Execute the unfinished runs; in a SLURM array job, those of this array task."""
@@ -321,6 +326,7 @@ class Sweep:
             contents = json.dumps(asdict(run) | {"data": self._bench.fingerprint(task)}) + "\n"
             with writing(config.output):
                 if marker.is_file() and marker.read_bytes() == contents.encode():
+                    print(f"{run}: written before; to do it again, remove {marker}")
                     continue
                 print(f"training once more: {run}", flush=True)
                 self._bench.write(self._bench.train(run)[0], task)

@@ -291,8 +291,10 @@ def test_squad(model_folder: Path, squad_file: Path, tmp_path: Path, capsys: pyt
     assert len(candidates) > 5
     assert (tmp_path / "sweep" / "models" / "SQuAD" / "config.json").is_file()
     capsys.readouterr()
-    run(command)
-    assert "1 runs, 1 finished, 0 to do here" in capsys.readouterr().out
+    run([*command, "--save-models"])
+    shown = capsys.readouterr().out
+    assert "1 runs, 1 finished, 0 to do here" in shown
+    assert f"written before; to do it again, remove {tmp_path}/sweep/finished/SQuAD-save_models.json" in shown
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,23 @@ def test_only_newlines_end_a_row(tmp_path):
     assert read_task(str(tmp_path), TASKS["SST-2"]).train == [Example("0", "it\x85is\u2028fine\x0b ", None, 1)]
 
 
+def test_json_lines_may_begin_with_a_byte_order_mark(tmp_path):
+    write_hub_layout(tmp_path / "rte", "RTE", "jsonl")
+    path = tmp_path / "rte" / "train.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert without_index(read_task(str(tmp_path), TASKS["RTE"]).train) == without_index(expected("RTE"))
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    write_hub_layout(tmp_path / "rte", "RTE", "parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(UserError, match=r"train-00000-of-00001.parquet needs pyarrow.parquet; run: pip install 'mega"):
+        read_task(str(tmp_path), TASKS["RTE"])
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="input 'some/glue', which is not a folder, needs datasets; run: pip install"):
+        read_task("some/glue", TASKS["RTE"])
+
+
 def test_cola_with_a_header_too(tmp_path):
     write_tsv(tmp_path / "CoLA", "CoLA")
     (tmp_path / "CoLA" / "train.tsv").write_text("sentence\tlabel\nthe fox jumps .\t0\n")

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron01.config.commands import GlueConfig
 from megatron01.errors import UserError
-from megatron01.finetune.results import Result, Run, SweepFolder
-from megatron01.finetune.sweep import array_part, grid
+from megatron01.finetune.glue import TASKS
+from megatron01.finetune.results import Result, Run, SweepFolder, fingerprint_of
+from megatron01.finetune.sweep import Sweep, array_part, grid
 
 RUN = Run("RTE", 16, 3e-5, 2)
 COMMON = {"command": "glue", "epochs": 3.0, "model": "abc", "dropout": None}
@@ -90,6 +93,41 @@ def test_a_sweep_of_other_settings_or_data_is_refused(folder):
     (folder.folder / "sweep.json").write_text('{"epo')
     with pytest.raises(UserError, match=r"sweep.json is not JSON"):
         SweepFolder(folder.folder, COMMON)
+
+
+def test_another_split_of_the_same_rows_is_other_data():
+    rows = [["a", None, 0], ["b", None, 1], ["c", None, 0]]
+    prints = {fingerprint_of(rows[:size], rows[size:]) for size in range(4)}
+    assert len(prints) == 4 and len({text.split()[0] for text in prints}) == 1
+
+
+@dataclass
+class Bench:
+    """A bench whose runs are never executed."""
+
+    config: GlueConfig
+
+    def columns(self, task):
+        return TASKS[task].columns
+
+    def fingerprint(self, task):
+        return "d 2+1"
+
+
+def test_results_of_an_earlier_version_are_kept_with_one_warning(tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr("megatron01.finetune.sweep.warn", shown.append)
+    bench = Bench(GlueConfig(load="m", input="i", output=tmp_path, batch_sizes=(16,), learning_rates=(3e-5,)))
+    runs = grid(["RTE"], [16], [3e-5], range(4))
+    folder = Sweep(bench, ["RTE"])._folder
+    for run, data in zip(runs, ["d", "d", "d 2+1", "d 2+1"], strict=True):
+        folder.store(result(run, data))
+    assert len(Sweep(bench, ["RTE"])._results) == 4
+    (warning,) = shown
+    assert warning.startswith("results of an earlier version are kept: ")
+    folder.store(result(runs[0], "d 1+2"))
+    with pytest.raises(UserError, match=r"seed0.json has the result of other examples of RTE than are given"):
+        Sweep(bench, ["RTE"])
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
