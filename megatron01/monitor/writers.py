@@ -54,7 +54,7 @@ class ConsoleWriter:
         """Estimated from the time since the first line, all pauses included; in that line, from its step time."""
         if metrics.step_seconds is None:
             return None
-        now, left = self._clock(), self._train_iters - metrics.iteration
+        now, left = self._clock(), max(0, self._train_iters - metrics.iteration)
         if self._first is None:
             self._first = (metrics.iteration, now)
         iteration, began = self._first
@@ -118,9 +118,9 @@ class JsonLinesWriter:
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def restart_after(self, iteration: int) -> None:
-        self._file.close()
         _drop_lines_after(self._path, iteration)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        kept, self._file = self._file, self._path.open("a", encoding="utf-8", buffering=1)
+        kept.close()
 
     def close(self) -> None:
         self._file.close()

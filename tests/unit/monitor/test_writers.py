@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,7 +17,7 @@ from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.run_directory import RunDirectory, git_revision
-from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, open_recorder
+from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, Recorder, open_recorder
 from megatron01.parallel import LaunchEnvironment
 
 SINGLE = LaunchEnvironment.read({})
@@ -90,6 +91,23 @@ def test_json_lines_are_on_disk_at_once_and_valid(tmp_path: Path) -> None:
     line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert line == {"iteration": 1, "consumed_samples": 8, "loss": None, "grad_norm": None, "lm_loss": 2.0}
     writer.close()
+
+
+def test_a_roll_back_that_cannot_be_written_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Recorder([JsonLinesWriter(path, resumed_iteration=0)]) as recorder:
+        for iteration in (1, 2, 3):
+            recorder.write(metrics(iteration))
+        with monkeypatch.context() as full:
+            full.setattr("megatron01.monitor.writers.write_atomically", Mock(side_effect=OSError(28, "No space left")))
+            recorder.restart_after(1)
+        recorder.write(metrics(2))
+    assert iterations(path) == [1, 2, 3, 2], "readers take the last line of an iteration"
+    assert capsys.readouterr().err == (
+        "WARNING: JsonLinesWriter fails (No space left); training goes on, and lines may be lost\n"
+    )
 
 
 def written(path: Path, upto: int) -> None:
