@@ -132,7 +132,7 @@ def _name(path: Path, folders: Iterable[Path]) -> str:
     length = 1
     while length < len(path.parts) and sum(other.parts[-length:] == path.parts[-length:] for other in folders) > 1:
         length += 1
-    return "/".join(path.parts[-length:])
+    return "/".join(path.parts[-length:]).lstrip("/")
 
 
 def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
@@ -167,6 +167,12 @@ def _notes_about(section: Section) -> list[str]:
     for what, found in conditions(section.groups).items():
         if len(found) > 1:
             notes.append(f"runs of different {what} ({'; '.join(sorted(found))}): times do not compare")
+    notes += [
+        f"{run.name}: the time of its first {run.untimed_steps:,} steps is not on record, as when a run goes on in"
+        " another folder; its times are those of the steps after them"
+        for run in section.runs
+        if run.untimed_steps
+    ]
     slow = [
         f"{run.name} ({format_duration(one.step_seconds)} a step up to iteration {run.iterations[one.line]:.0f}, then"
         f" {format_duration(one.usual)})"

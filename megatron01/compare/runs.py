@@ -148,8 +148,17 @@ class Run:
 
     @cached_property
     def steps(self) -> Column:
-        """fp64[lines], steps of each line."""
-        return np.diff(self.iterations, prepend=0.0)
+        """fp64[lines], steps of each line whose time is on record."""
+        return np.diff(self.iterations, prepend=float(self.untimed_steps))
+
+    @cached_property
+    def untimed_steps(self) -> int:
+        """Steps before the first line that ``training_seconds`` does not include: of an attempt in another folder."""
+        first = {key: self.column(key)[0] for key in ("training_seconds", "step_seconds", "lost_steps")}
+        timed = first["training_seconds"] / first["step_seconds"] if first["step_seconds"] > 0 else math.nan
+        if math.isfinite(first["lost_steps"]) or not math.isfinite(timed):  # lost steps take time, too
+            return 0
+        return max(0, round(float(self.iterations[0] - timed)))
 
     @property
     def optimizer(self) -> str:
@@ -208,9 +217,14 @@ def if_known(value: float, show: Callable[[float], str]) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Raises UserError if the path is not a folder."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is no run folder: {'it is a file' if folder.exists() else 'it does not exist'}")
+    """Raises UserError if the path is not a folder, or cannot be looked at."""
+    try:
+        if folder.is_dir():
+            return
+        reason = "it is a file" if folder.exists() else "it does not exist"
+    except OSError as error:  # of a folder above it that this user may not read, for instance
+        reason = error.strerror or str(error)
+    raise UserError(f"{folder} is no run folder: {reason}")
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
@@ -228,7 +242,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if not lines:
-        raise UserError(f"{path} holds no line of metrics; the run has not come to its first one")
+        reason = "; ".join(notes) or "the run has not come to its first one"
+        raise UserError(f"{path} holds no line of metrics; {reason}")
     return build_run(folder, name or folder.resolve().name, lines, notes)
 
 

@@ -153,7 +153,7 @@ class Summary:
     target: float  # the loss that speed-ups are about; NaN if no loss is known
     target_kind: str  # held-out or training
     final_kind: str  # kind of final loss that all groups have at the same iteration; empty if there is none
-    times_compare: bool  # same precision and hardware in all runs, as far as known
+    different_conditions: tuple[str, ...]  # why times do not compare: names of ``conditions`` that differ
     references: tuple[Reference, ...]  # Adam, and 1-bit Adam where it is known
 
 
@@ -235,17 +235,18 @@ def summarize(
         target=target,
         target_kind="held-out" if has_held_out else "training",
         final_kind=kind,
-        times_compare=all(len(known) < 2 for known in conditions(groups).values()),
+        different_conditions=tuple(name for name, known in conditions(groups).items() if len(known) > 1),
         references=tuple(_references(rows, freeze_step)),
     )
 
 
 def conditions(groups: Sequence[Group]) -> dict[str, set[str]]:
-    """Precisions and hardware of the runs, on which times depend; sets of known values by name."""
+    """What times depend on: precisions and hardware of the runs, and how much was timed; known values by name."""
     runs = [run for group in groups for run in group.runs]
     return {
         "precisions": {run.settings.get("training.precision", "") for run in runs} - {""},
         "hardware": {run.hardware for run in runs} - {""},
+        "shares of timed steps": {f"{1 - run.untimed_steps / max(1, run.last_iteration):.0%}" for run in runs},
     }
 
 
@@ -318,9 +319,10 @@ def _mean_known(values: Iterable[float]) -> float:
 
 
 def _throughput(run: Run) -> float:
-    """Tokens per second over the whole run; NaN if the time of steps is not known."""
+    """Tokens per second over all timed steps; NaN if there are none."""
     seconds = float(run.seconds[-1])
-    return float(run.tokens[-1]) / seconds if seconds > 0 else math.nan
+    untimed = float(run.tokens[0]) * run.untimed_steps / max(1.0, float(run.iterations[0]))
+    return (float(run.tokens[-1]) - untimed) / seconds if seconds > 0 else math.nan
 
 
 def _compute_share(run: Run) -> float:
@@ -467,7 +469,7 @@ def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
         loss += " (mean over seeds)"
     if not reached:
         return f"None of the runs reached {loss}." if known else ""
-    by_time = summary.times_compare and all(math.isfinite(row.reach.seconds) for row in reached)
+    by_time = not summary.different_conditions and all(math.isfinite(row.reach.seconds) for row in reached)
 
     def value(row: Row) -> float:
         return row.reach.seconds if by_time else row.reach.step
@@ -492,8 +494,8 @@ def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
         f"not every seed of {_name(best)} reached it" if tied and not best.reach.by_all else "",
         *(f"{_name(row)} did not reach it in {row.steps:,} steps" for row in known if math.isnan(row.reach.step)),
     )
-    different = len(reached) > 1 and not summary.times_compare
-    return text + (" Times are not compared: hardware or precision differ." if different else "")
+    different = _join(summary.different_conditions) if len(reached) > 1 else ""
+    return text + (f" Times are not compared: {different} differ." if different else "")
 
 
 def _about_end(summary: Summary, rows: Sequence[Row]) -> str:

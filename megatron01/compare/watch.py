@@ -119,10 +119,8 @@ def _print_until_end(run: WatchedRun, interval: float) -> None:
     while True:
         is_over = run.is_over
         new = run.poll()
-        if new:
-            console = ConsoleWriter(train_iters=run.train_iters or new[-1]["iteration"])
-            for line in new:
-                console.write(to_metrics(line))
+        for line in new:  # each with a console of its own: what is left, it estimates from the time between lines
+            ConsoleWriter(train_iters=run.train_iters or new[-1]["iteration"]).write(to_metrics(line))
         if is_over:
             return
         time.sleep(interval)

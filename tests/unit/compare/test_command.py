@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron01 import cli
+from megatron01.compare.command import _name
 from tests.unit.compare.folders import lines, write_family, write_run
 
 
@@ -59,6 +60,20 @@ def test_runs_of_different_lengths_and_machines_are_noted(compare: Any, tmp_path
     printed = compare(*folders, "--no-png")
     assert "runs of different lengths" in printed and "different precisions (bf16; fp32)" in printed
     assert "different hardware (4 x A100; 4 x abacus)" in printed
+
+
+def test_a_run_that_was_begun_in_another_folder_is_noted(compare: Any, tmp_path: Path) -> None:
+    late = [one | {"training_seconds": one["iteration"] / 2 - 20} for one in lines() if one["iteration"] > 40]
+    folders = [write_run(tmp_path / "a", lines()), write_run(tmp_path / "b", late, optimizer__optimizer="sgdm")]
+    printed = " ".join(compare(*folders, "--no-png").split())
+    assert "b: the time of its first 40 steps is not on record" in printed
+    assert "runs of different shares of timed steps (100%; 60%): times do not compare" in printed
+    assert "Times are not compared: shares of timed steps differ." in printed
+
+
+def test_a_name_is_the_end_of_a_path_without_its_root() -> None:
+    folders = [Path("/a/run"), Path("/b/a/run")]
+    assert [_name(folder, folders) for folder in folders] == ["a/run", "b/a/run"]
 
 
 def test_runs_of_the_same_name_are_told_apart(compare: Any, tmp_path: Path) -> None:

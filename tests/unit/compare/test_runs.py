@@ -119,7 +119,9 @@ def test_losses_that_are_not_finite_are_named(tmp_path: Path, losses: list[Any],
         (lambda path: path.write_text(""), "it is a file"),
         (lambda path: path.mkdir(), "holds no metrics.jsonl"),
         (lambda path: write_run(path, ""), "holds no line of metrics"),
-        (lambda path: write_run(path, '{"iteration": 1'), "holds no line of metrics"),
+        (lambda path: write_run(path, ""), "; the run has not come to its first one"),
+        (lambda path: write_run(path, '{"iteration": 1'), "holds no line of metrics; the last line is cut off"),
+        (lambda path: write_run(path, "a\nb\n"), "holds no line of metrics; 2 of 2 lines are no lines of metrics"),
         (lambda path: (path.mkdir(), (path / "metrics.jsonl").symlink_to("/dev/zero")), "not a regular file"),
         (lambda path: (path / "metrics.jsonl").mkdir(parents=True), "not a regular file"),
     ],
@@ -128,6 +130,21 @@ def test_a_folder_that_is_none_of_a_run(tmp_path: Path, make: Any, message: str)
     make(tmp_path / "run")
     with pytest.raises(UserError, match=message):
         read_run(tmp_path / "run")
+
+
+def test_a_folder_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is no run folder: File name too long"):
+        read_run(tmp_path / ("a" * 300))
+
+
+def test_a_run_that_was_begun_in_another_folder(tmp_path: Path) -> None:
+    whole = [one | {"training_seconds": one["iteration"] / 2} for one in lines()]
+    late = [one | {"training_seconds": one["training_seconds"] - 20} for one in whole if one["iteration"] > 40]
+    found = [read_run(write_run(tmp_path / str(number), content)) for number, content in enumerate((whole, late))]
+    assert [run.untimed_steps for run in found] == [0, 40]
+    assert found[1].steps.tolist() == [5.0] * 12 and found[1].seconds[-1] == pytest.approx(30)
+    resumed = [late[0] | {"lost_steps": 40, "training_seconds": 1.0}, *late[1:]]
+    assert read_run(write_run(tmp_path / "resumed", resumed)).untimed_steps == 0
 
 
 def test_a_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

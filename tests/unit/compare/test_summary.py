@@ -126,6 +126,19 @@ def test_rates_are_of_each_run_by_itself(tmp_path: Path) -> None:
     assert row.rounds_per_step == pytest.approx(1) and row.bytes_per_step == pytest.approx(6000)
 
 
+def test_times_count_from_where_they_are_on_record(tmp_path: Path) -> None:
+    whole = [one | {"training_seconds": one["iteration"] / 2} for one in lines()]
+    late = [one | {"training_seconds": one["training_seconds"] - 20} for one in whole if one["iteration"] > 40]
+    folders = [
+        write_run(tmp_path / str(number), one, training__seed=number) for number, one in enumerate((whole, late))
+    ]
+    for folder in folders:
+        (row,) = summarize(sections([read_run(folder)])[0].groups).rows
+        assert row.tokens_per_second == pytest.approx(8 * 32 / 0.5)
+    summary = summarize(sections([read_run(folder) for folder in folders])[0].groups)
+    assert summary.different_conditions == ("shares of timed steps",)
+
+
 def test_losses_that_were_never_measured(tmp_path: Path) -> None:
     (section,) = sections([read_run(write_run(tmp_path / "run", [{"iteration": 1, "consumed_samples": 8}]))])
     summary = summarize(section.groups)

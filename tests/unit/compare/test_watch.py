@@ -151,6 +151,15 @@ def test_lines_on_a_pipe_until_the_run_ends(tmp_path: Path, capsys: pytest.Captu
     assert first.startswith("iter  50/100  loss nan") and second.startswith("iter 100/100  loss 2.2")
 
 
+def test_lines_that_are_there_already_do_not_tell_the_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are read within milliseconds; and a run that ends sooner than it did before has nothing left."""
+    run = write_run(tmp_path / "run", text_of(20, 40, 60), training__train_iters=50)
+    with pytest.raises(SystemExit):
+        cli.main(["watch", str(run), "--interval", "0.05"])
+    shown = [" ".join(printed.split()) for printed in capsys.readouterr().out.splitlines()]
+    assert [printed.partition(" 500 ms")[2] for printed in shown] == [" 15.0 s left", " 5.0 s left", ""]
+
+
 def on_a_terminal(folder: Path, act: Callable[[int, subprocess.Popen[bytes]], None]) -> tuple[int, str]:
     """Exit status and output of a watch on a pseudo-terminal; ``act`` is called once the run is drawn."""
     ours, theirs = pty.openpty()
