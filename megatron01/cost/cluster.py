@@ -143,7 +143,7 @@ class Stage(NamedTuple):
 
 def expected_maximum(count: int) -> float:
     """Expected maximum of ``count`` standard normal variables (Blom's estimate): the delay of the slowest replica."""
-    return 0.0 if count < 2 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+    return 0.0 if count < 2 else -NormalDist().inv_cdf(0.625 / (count + 0.25))  # the lower tail does not round to 1
 
 
 _CPU_MEMORY_RATE = 7.0  # 10^9 bytes a second, of one core

@@ -103,7 +103,7 @@ class Traffic(StepTable):
 
     @property
     def total_bytes(self) -> int:
-        return int(self.bytes_sent.sum())
+        return total_of(self.bytes_sent)
 
     @property
     def total_rounds(self) -> int:
@@ -113,6 +113,11 @@ class Traffic(StepTable):
     def bits_per_parameter(self) -> NDArray[np.float64]:
         """fp64[steps], bits sent by one replica per parameter of the model."""
         return 8.0 * self.bytes_sent / self.parameters
+
+
+def total_of(bytes_sent: NDArray[np.int64]) -> int:
+    """The exact sum, which of a large model may not fit into int64."""
+    return sum(bytes_sent.tolist())
 
 
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
@@ -232,7 +237,7 @@ def phase_of(run: Traffic, first: int, end: int) -> Phase:
     """The steps [first, end) as one phase; its interval is that of the first."""
     steps = slice(first, end)
     full, one_bit, local = np.bincount(run.kind[steps], minlength=3).tolist()
-    sent = int(run.bytes_sent[steps].sum())
+    sent = total_of(run.bytes_sent[steps])
     return Phase(
         first=first,
         last=end - 1,
@@ -281,5 +286,5 @@ def compare(run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> li
             rounds_saved=1.0 - run.total_rounds / run.steps,
             times_less=total / run.total_bytes,
         )
-        for name, total in ((name, int(sent.sum())) for name, sent in sent_by_others.items())
+        for name, total in ((name, total_of(sent)) for name, sent in sent_by_others.items())
     ]

@@ -190,9 +190,9 @@ def save_plot(path: Path, title: str, run: Traffic, sent_by_others: Mapping[str,
         interval.set_yscale("log", base=2)
         interval.set_ylabel("steps between synchronizations")
         interval.legend()
-        sent.plot(shown + 1, np.cumsum(run.bytes_sent)[shown], label="this run")
+        sent.plot(shown + 1, np.cumsum(run.bytes_sent, dtype=np.float64)[shown], label="this run")
         for name, bytes_sent in sent_by_others.items():
-            sent.plot(shown + 1, np.cumsum(bytes_sent)[shown], "--", label=name)
+            sent.plot(shown + 1, np.cumsum(bytes_sent, dtype=np.float64)[shown], "--", label=name)
         sent.set_yscale("log")
         sent.set_ylabel("bytes sent by one replica")
         sent.set_xlabel("step")

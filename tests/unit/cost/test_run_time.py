@@ -165,3 +165,8 @@ def test_large_buckets_where_messages_are_many() -> None:
     runs = run_times(RECIPE, cluster=far, work=WORK, train_iters=1000, precision="bf16")
     default = RECIPE.bucket_size(WORK.parameters, on_gpu=True)
     assert {one.choice.optimizer.bucket_elements for one in runs[2:]} == {2 * default}
+
+
+def test_the_slowest_of_any_number_of_replicas() -> None:
+    found = [expected_maximum(count) for count in (1, 2, 64, 10**6, 10**18)]
+    assert found == sorted(found) and found[1] == pytest.approx(0.5895, rel=1e-3) and 8 < found[-1] < 9

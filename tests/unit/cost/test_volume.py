@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
-from megatron01.cost.volume import FULL, LOCAL, ONE_BIT, Traffic, Wire, traffic
+from megatron01.cost.volume import (
+    FULL,
+    LOCAL,
+    ONE_BIT,
+    Traffic,
+    Wire,
+    compare,
+    phase_of,
+    reference_traffic,
+    traffic,
+)
 from megatron01.errors import UserError
 
 WIRE = Wire(parameter_sizes=(4096, 8192, 2048), replicas=7, block_size=1024)
@@ -136,6 +146,16 @@ def test_bits_are_exchanged_unless_replicas_agree_anyway(
 def test_every_optimizer_has_a_formula(optimizer: str) -> None:
     run = plan(optimizer=optimizer, freeze_step=20)
     assert run.steps == 200 and run.total_bytes > 0 and run.parameters == WIRE.parameters
+
+
+def test_the_volume_of_a_huge_model_is_exact() -> None:
+    """10**13 parameters send 80 TB a step with Adam; in 200,000 steps, more bytes than int64 counts."""
+    wire = Wire(parameter_sizes=(10**13,), replicas=128, block_size=1024)
+    config = OptimizerConfig(optimizer="adam", lr_warmup_iters=0)
+    run = traffic(config, train_iters=200_000, precision="fp32", wire=wire)
+    assert run.total_bytes == phase_of(run, 0, run.steps).bytes_sent == 200_000 * wire.ring(4) > 2**63
+    sent = reference_traffic(run, config, precision="fp32", wire=wire)
+    assert [other.bytes_sent for other in compare(run, sent)] == [200_000 * wire.ring(size) for size in (4, 2)]
 
 
 def test_contradictions_are_the_users() -> None:
