@@ -173,8 +173,15 @@ def _port_problems(environment: LaunchEnvironment) -> list[str]:
 
 
 def _folder_problems(folder: Path) -> list[str]:
-    """Why a run could not write to the folder, for a single process; several check it by ``require_shared``."""
-    if not folder.is_dir():
+    """Why a run could not write to the folder, for a single process; several check it by ``require_shared``.
+
+    A folder that cannot be looked at is a problem that ``diagnose`` names.
+    """
+    try:
+        is_folder = folder.is_dir()
+    except OSError:
+        return []
+    if not is_folder:
         return [f"--shared-folder {folder} is not there; make it (mkdir -p {folder}), or give the one that the run has"]
     if not os.access(folder, os.W_OK):
         return [f"--shared-folder {folder} cannot be written by this user; see its permissions, or give another one"]

@@ -62,8 +62,6 @@ class Examination:
 def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
     """Examine this process and its machine."""
     gloo = gloo_interface()
-    folder = shared_folder.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())  # closest existing parent
     return Examination(
         rank=environment.rank,
         node=environment.node_name,
@@ -82,7 +80,7 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         shared_memory=_free(Path("/dev/shm")) or 0,
-        free=_free(existing),
+        free=_free(_existing(shared_folder.absolute())),
     )
 
 
@@ -98,6 +96,14 @@ def _versions() -> dict[str, str]:
 def _limit(kind: int) -> int:
     soft, _ = resource.getrlimit(kind)
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or its closest parent that exists; the folder if that cannot be told."""
+    try:
+        return next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError:  # not mounted, or not to be read
+        return folder
 
 
 def _free(folder: Path) -> int | None:

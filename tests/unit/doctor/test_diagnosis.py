@@ -179,6 +179,14 @@ def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     assert "GB free on" in shown.err and "no problem found" not in shown.out
 
 
+def test_a_folder_that_cannot_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--shared-folder", "/" + "a" * 300])
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2 and errors.count("error: ") == 1
+    assert "cannot be read on" in errors and "check that it is mounted" in errors
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"megabytes": 0.0}, {"timeout_seconds": -1.0}, {"required_gigabytes": float("nan")}, {"expected_gpus": -1}],
