@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -122,7 +123,7 @@ def perplexity(config: PerplexityConfig) -> None:
             "perplexity_per_word": result.per_word,
             "bits_per_byte": result.bits_per_byte,
         }
-        print(json.dumps(entries))
+        print(json.dumps({key: None if value == math.inf else value for key, value in entries.items()}))
         return
     print(f"{config.input}: {result.num_tokens} tokens, {result.num_words} words, {result.num_bytes} bytes")
     print(f"  loss                  {result.loss:.4f} nats per token (window {window}, stride {stride})")

@@ -51,7 +51,9 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.ran
     if sampling.greedy:
         return logits.argmax(-1)
     draws = torch.tensor([generator.random() for generator in generators], dtype=torch.float64, device=logits.device)
-    scores, tokens = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    logits = logits.double()
+    scores = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # at most 0: no temperature overflows
+    scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         scores, tokens = scores[:, : sampling.top_k], tokens[:, : sampling.top_k]
     probabilities = scores.softmax(-1)
@@ -163,8 +165,12 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
     texts = text.split(mask)
     if len(texts) == 1:
         raise UserError(f"there is no {mask} in {text[:60]!r}; write it where something is to be filled in")
+    try:
+        encoded = tokenizer.encode_batch(texts)
+    except UnicodeEncodeError as error:
+        raise UserError(f"a text holds bytes that are not UTF-8: {text[:40]!r}") from error
     ids = [special.cls]
-    for index, tokens in enumerate(tokenizer.encode_batch(texts)):
+    for index, tokens in enumerate(encoded):
         ids += [special.mask] * (index > 0) + tokens
     ids.append(special.sep)
     if len(ids) > max_length:

@@ -32,19 +32,22 @@ class Perplexity:
 
     @property
     def per_token(self) -> float:
-        """exp of the loss per token."""
-        return math.exp(self.loss)
+        """exp of the loss per token; infinity if that is no float."""
+        return _exp(self.loss)
 
     @property
     def per_word(self) -> float:
         """exp of the loss per word: comparable between tokenizers; infinity if there are no words."""
-        share = self.loss * self.num_tokens / self.num_words if self.num_words else math.inf
-        return math.exp(share) if share < 700 else math.inf
+        return _exp(self.loss * self.num_tokens / self.num_words) if self.num_words else math.inf
 
     @property
     def bits_per_byte(self) -> float:
         """Loss in bits per byte of UTF-8; infinity if there are no bytes."""
         return self.loss * self.num_tokens / self.num_bytes / math.log(2) if self.num_bytes else math.inf
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:

@@ -120,6 +120,10 @@ def test_perplexity(folder, tmp_path, capsys):
     _, output, _ = run(capsys, "perplexity", "--load", folder / "gpt_hf", "--data", tmp_path / "held.txt")
     assert f"loss                  {found['loss']:.4f} nats per token (window 32, stride 16)" in output
     assert f"bits per byte         {found['bits_per_byte']:.4f}" in output
+    (tmp_path / "held.txt").write_text("   ")
+    _, output, _ = run(capsys, "perplexity", "--load", folder / "gpt", "--data", tmp_path / "held.txt", "--json")
+    found = json.loads(output, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert (found["words"], found["perplexity_per_word"]) == (0, None)
     arguments = ["perplexity", "--load", folder / "gpt", "--data", folder / "corpus" / "gpt", "--max-tokens", 90]
     assert "90 tokens" in run(capsys, *arguments)[1]
 
@@ -143,6 +147,7 @@ def test_perplexity(folder, tmp_path, capsys):
             ["perplexity", "--load", "gpt", "--input", "x", "--stride", "3", "--window", "2"],
             "stride 3 is above window 2",
         ),
+        (["fill-mask", "--load", "bert", "--text", "\udcff [MASK]"], "a text holds bytes that are not UTF-8"),
         (["fill-mask", "--load", "bert", "--text", "home"], "there is no [MASK] in 'home'"),
         (["generate", "--load", "corpus", "--prompt", "a"], "holds no model in a known format"),
     ],

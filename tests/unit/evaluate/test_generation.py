@@ -104,6 +104,7 @@ def test_tokens_come_one_by_one(gpt2):
         (Sampling(top_p=1e-9), [0, 1, 0, 0]),
         (Sampling(temperature=0.5), [0.01 / 0.3, 0.16 / 0.3, 0.04 / 0.3, 0.09 / 0.3]),
         (Sampling(temperature=0.5, top_k=3, top_p=0.5), [0, 1, 0, 0]),
+        (Sampling(temperature=1e-320), [0, 1, 0, 0]),
         (Sampling(greedy=True), [0, 1, 0, 0]),
     ],
 )

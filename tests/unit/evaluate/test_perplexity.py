@@ -51,6 +51,7 @@ def test_units():
     assert result.bits_per_byte == pytest.approx(0.6 / math.log(2))
     assert Perplexity(2.0, 3, 0, 0).per_word == math.inf
     assert Perplexity(20.0, 3000, 1, 1).per_word == math.inf
+    assert Perplexity(2000.0, 1, 1, 1).per_token == math.inf
 
 
 @pytest.fixture(scope="module")
