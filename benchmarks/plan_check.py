@@ -32,7 +32,9 @@ from megatron01.cost.cluster import Cluster
 from megatron01.cost.run_time import Choice, RunTime, StepModel, Work, recommend, run_time
 from megatron01.cost.volume import full_step_bytes
 
-PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", "zero_one_adam")
+OURS = "zero_one_adam_from_2"
+"""0/1 Adam with its default intervals."""
+PLANNED = (BASELINE, "one_bit_adam", "zero_one_adam_every", OURS)
 """Contestants that ``plan`` knows, from the most exact on."""
 FITTED_RATES = 2
 NEARLY_FULL = 0.9  # share of a cap: link rates that a busy machine does not reach are not used for the fit
@@ -77,7 +79,7 @@ class Foretelling:
         described = Run(
             task=setting.task,
             optimizer="zero_one_adam",
-            overrides={"sync_policy": "schedule"},  # as in the contestant of that name
+            overrides={},
             learning_rate=2e-3,
             seed=0,
             steps=setting.steps,
@@ -226,7 +228,7 @@ def _named(settings: OptimizerConfig) -> str:
     """The name of the contestant with these optimizer settings."""
     if find_optimizer(settings.optimizer).ddp:
         return BASELINE
-    return "zero_one_adam_every" if settings.sync_policy == "every" else "zero_one_adam"
+    return "zero_one_adam_every" if settings.sync_policy == "every" else OURS
 
 
 def _advice(lines: Sequence[Line], setting: Setting) -> dict[str, str]:
