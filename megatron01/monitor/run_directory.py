@@ -196,5 +196,5 @@ def read_heartbeat(path: Path) -> LastHeartbeat | None:
         values = json.loads(path.read_text(encoding="utf-8"))
         moment = Moment(str(values["boot"]), float(values["since_boot"]), float(values["wall"]))
         return LastHeartbeat(int(values["iteration"]), moment, values.get("ended") is True)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

@@ -52,7 +52,12 @@ def test_clocks_that_jump(tmp_path, clock, boot, since_boot, wall, seconds):
     assert live(tmp_path / "heartbeat", 2, 3) == [Restart(2, 1, seconds)]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"iteration": 5}', '{"iteration": null}', "\x00" * 256])
+DAMAGED = '{"iteration": 1e400, "boot": "", "since_boot": 1, "wall": 1}'
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]", '{"iteration": 5}', '{"iteration": null}', "\x00" * 256, DAMAGED, "[" * 100_000]
+)
 def test_what_cannot_be_understood_is_no_sign(tmp_path, clock, content):
     (tmp_path / "heartbeat").write_text(content)
     assert live(tmp_path / "heartbeat", 2, 3) == [None]
