@@ -259,7 +259,10 @@ def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModel
     if getattr(args, "ffn_hidden_size", None) is not None:
         whole.append("ffn_hidden_size")
     shape: dict[str, Any] = {name: _number(args, name, source) for name in whole}
-    shape["layernorm_epsilon"] = getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5))
+    epsilon = getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5))
+    if not isinstance(epsilon, float):
+        raise UserError(f"{source} has layernorm_epsilon {epsilon!r} in its args; expected a positive number")
+    shape["layernorm_epsilon"] = epsilon
     for name in ("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"):
         if isinstance(getattr(args, name, None), (int, float)):
             shape[name] = getattr(args, name)

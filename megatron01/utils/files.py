@@ -155,10 +155,16 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
     A symbolic link of that name is replaced; its target is unchanged.
     """
-    with open(temporary_path(path), "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        flush_to_disk(file)
-    os.replace(temporary_path(path), path)
+    temporary = temporary_path(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            flush_to_disk(file)
+        os.replace(temporary, path)
+    except OSError:  # a full disk, for instance, where what was written would take more space
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
     sync_folder(path.parent)
 
 

@@ -233,6 +233,8 @@ def test_one_file_or_a_release(gpt, tmp_path):
         ("kv_channels", 3),
         ("hidden_size", None),
         ("num_attention_heads", 0),
+        ("layernorm_epsilon", None),
+        ("layernorm_epsilon", "1e-5"),
         ("tensor_model_parallel_size", 2),
         ("pipeline_model_parallel_size", 2),
     ],

@@ -29,7 +29,7 @@ def test_the_old_content_stays_when_the_new_cannot_be_put_in_place(
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="no space"):
         write_atomically(tmp_path / "file", "new")
-    assert (tmp_path / "file").read_text() == "old"
+    assert (tmp_path / "file").read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
 def test_a_lock_is_for_one_at_a_time_and_for_the_file_that_has_the_name(tmp_path: Path) -> None:
