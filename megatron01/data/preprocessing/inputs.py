@@ -9,7 +9,6 @@ import glob
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -200,9 +199,13 @@ def resolve_inputs(config: TextConfig) -> list[Source]:
             raise UserError(f"{name} is set, but no input is a data set; give --input-format huggingface as well")
     own = config.written_files()
     paths = [path for given in config.input for path in _expand(given, own)]
-    repeated = [path for path, count in Counter(map(os.path.normpath, paths)).items() if count > 1]
-    if repeated:
-        raise UserError(f"{repeated[0]} is given twice; to see text more often, repeat it in training")
+    by_file: dict[str, list[str]] = {}
+    for path in paths:
+        by_file.setdefault(os.path.realpath(path), []).append(os.path.normpath(path))
+    repeated = next((same for same in by_file.values() if len(same) > 1), None)
+    if repeated is not None:
+        also = f", also as {repeated[1]}" if repeated[1] != repeated[0] else ""
+        raise UserError(f"{repeated[0]} is given twice{also}; to see text more often, repeat it in training")
     return [_source(config, path) for path in paths]
 
 

@@ -213,6 +213,14 @@ def test_links_in_folders_are_followed_and_loops_end(tmp_path: Path) -> None:
     assert names(tmp_path, tmp_path / "link") == [f"link/{name}" for name in found]
 
 
+def test_a_file_and_a_link_to_it_are_the_same_text(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    write_lines(tmp_path / "folder" / "2024.jsonl", as_json(TEXTS))
+    (tmp_path / "folder" / "latest.jsonl").symlink_to("2024.jsonl")
+    with pytest.raises(UserError, match=r"2024\.jsonl is given twice, also as .*latest\.jsonl"):
+        names(tmp_path, tmp_path / "folder")
+
+
 @pytest.mark.parametrize("given", ["folder", "folder/*", "folder/absent.jsonl"])
 def test_links_to_nothing_are_refused(tmp_path: Path, given: str) -> None:
     (tmp_path / "folder").mkdir()
