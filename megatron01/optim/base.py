@@ -212,7 +212,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, logs=world.world.rank == 0)
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
-        self._weights_version = sum(map(VERSION, self._whole.tensors))
+        self._holds_replicated = False
+        self._weights_sample: list[Tensor] = []
+        self._note_weights()
 
     def _build_exchanges(
         self,
@@ -321,10 +323,12 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "a parameter group sets lr; the schedule gives the learning rate: use lr_scale, a factor on it"
             )
         super().add_param_group(param_group)
-        if not param_group["lr_scale"] > 0:
+        if not 0 < param_group["lr_scale"] < math.inf:
             raise UserError(f"a parameter group has lr_scale {param_group['lr_scale']}; expected a positive factor")
-        if not param_group["weight_decay"] >= 0:
-            raise UserError(f"a parameter group has weight_decay {param_group['weight_decay']}; expected 0 or more")
+        if not 0 <= param_group["weight_decay"] < math.inf:
+            raise UserError(
+                f"a parameter group has weight_decay {param_group['weight_decay']}; expected a number of at least 0"
+            )
 
     # Overridden by subclasses.
 
@@ -370,6 +374,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # The step.
 
+    @torch._disable_dynamo  # a compiled training step calls it as it is
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the current gradients; ``last_step`` reports it.
@@ -402,7 +407,12 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _begin_step(self) -> float:
         """Receive a delayed result, gather gradients into the flat buffers, and return their loss scale."""
         self._early.join()
-        if self._whole.check_unchanged(self._weights_version):
+        if self._holds_replicated:
+            raise UserError(
+                "step() was called inside replicated_weights(), whose weights are not those that it trains; expected it"
+                " after that context"
+            )
+        if self._whole.check_unchanged(self._weights_version) or self._sample_differs():
             self._check_unmodified()
         for parameter in self._frozen_at_start:
             if parameter.tensor.requires_grad:
@@ -546,7 +556,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._early.end_step()
         # autograd does not see the kernels' in-place writes; a backward pass through older weights must fail
         torch.autograd.graph.increment_version(self._whole.tensors)
-        self._weights_version = sum(map(VERSION, self._whole.tensors))
+        self._note_weights()
 
     # Delayed exchanges.
 
@@ -740,15 +750,23 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def replicated_weights(self) -> Iterator[None]:
-        """Context in which the model holds the synchronized weights; restores its own bit for bit."""
+        """Context in which the model holds the synchronized weights; restores its own bit for bit.
+
+        It may be nested; ``step`` raises a UserError inside it.
+        """
+        if self._holds_replicated:
+            yield
+            return
         self.finish_delayed()
         self._whole.check_unchanged()
         with self._unreported(), self._restoring_weights() if self._delay else nullcontext():
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
             self._share_weights()
+            self._holds_replicated = True
             try:
                 yield
             finally:
+                self._holds_replicated = False
                 if not self._delay:
                     self._derive_weights()
                     self._share_weights()
@@ -772,6 +790,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Make the model's weights the master weights."""
         self._flat.read_weights(0, self._flat.blocks.num_blocks, self._local.x)
         self._frozen_elements.save(self._local.x)
+
+    def _note_weights(self) -> None:
+        """Note the version of the model's weights, and a sample of them: writes to ``p.data`` have no version.
+
+        No sample on a GPU, where comparing it would be a host sync.
+        """
+        self._weights_version = sum(map(VERSION, self._whole.tensors))
+        if not self._kernels.runs_behind:
+            self._weights_sample = [first.clone() for first in self._whole.first_weights()]
+
+    def _sample_differs(self) -> bool:
+        """True if a weight of the sample has changed since."""
+        return not all(map(torch.equal, self._weights_sample, self._whole.first_weights()))
 
     def _check_unmodified(self) -> None:
         """Check that the model's weights were not modified since the last step, as this step overwrites them.
@@ -979,6 +1010,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This replica's whole state; each replica saves and loads its own.
 
+        Tensors are not copied: the next step changes them.
+
         While a delayed exchange is under way (``is_pending``), all replicas must call it together.
         """
         if self.is_pending and not isinstance(self._process_group, Topology):
@@ -1033,6 +1066,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
         own = safety.owner(self, self._topology, self._whole)
         safety.check_owner(own, state_dict["owner"], portable=portable is not None)
+        if portable is None:
+            self._refuse_own_buffers(state_dict)
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise UserError(f"the state has {len(groups)} parameter groups; expected {len(self.param_groups)}")
@@ -1047,6 +1082,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             self.load_state(state_dict["replicated"], state_dict["replica"])
         else:
             self.load_average(state_dict["replicated"], portable["average"], portable["errors"], portable["scalars"])
+
+    def _refuse_own_buffers(self, state: Mapping[str, Any]) -> None:
+        """Check that ``state`` is not a ``state_dict`` whose tensors later steps have changed."""
+        x, scalars = state["replicated"].get("x"), state["replica"].get("scalars")
+        if x is None or scalars is None or x.data_ptr() != self._local.x.data_ptr():
+            return
+        if scalars[0] != self.step_count:
+            raise UserError(
+                f"the state is of step {int(scalars[0])}, but its tensors are the optimizer's own, which has taken"
+                f" {self.step_count} steps; keep copy.deepcopy(optimizer.state_dict()) to return to it"
+            )
 
     def _own_scalars(self) -> list[float]:
         """Scalars of the state beside step count, overflow guard and delay; subclasses add theirs."""

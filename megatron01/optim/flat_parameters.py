@@ -147,6 +147,14 @@ class FlatParameters:
         """The model's weights, [elements] for each type of parameters."""
         return [buffers.weights for buffers in self._buffers]
 
+    def first_weights(self) -> list[Tensor]:
+        """The first of the model's weights in each block, [blocks] for each type of parameters, as views."""
+        return [weights.view(-1, self.blocks.block_size)[:, 0] for weights in self.weight_buffers]
+
+    def has_weights(self, index: int) -> bool:
+        """True if a parameter is a view of these buffers; False once another optimizer has taken it over."""
+        return self.tensors[index].data_ptr() == self._weight_views[index].data_ptr()
+
     def gradient(self, index: int) -> Tensor:
         """The gradient of a parameter after ``gather_gradients``, shaped like it."""
         return self._view(index)
@@ -392,8 +400,8 @@ class FlatParameters:
         gradient = tensor.grad
         if gradient is None or gradient is self._gradient_views[index] or gradient.layout is not torch.strided:
             return
-        if tensor.data_ptr() != self._weight_views[index].data_ptr():
-            return  # it belongs to another optimizer now
+        if not self.has_weights(index):
+            return
         if not self.sums_in_fp32:
             if getattr(tensor, "main_grad", None) is None:
                 view = self._view(index)

@@ -107,7 +107,7 @@ class EarlyStart:
 
     @torch.no_grad()
     def _on_gradient(self, index: int, _: torch.Tensor) -> None:
-        if self._paused:
+        if self._paused or not self._layout.has_weights(index):
             return
         if not self._asked:
             assert self._open is not None

@@ -183,7 +183,7 @@ class TabulatedSchedule:
 
     @cached_property
     def peak_lr(self) -> float:
-        return max(self.learning_rates)
+        return float(max(self.learning_rates))
 
     @cached_property
     def warmup_steps(self) -> int:
@@ -194,7 +194,7 @@ class TabulatedSchedule:
         return len(self.learning_rates)
 
     def lr(self, step: int) -> float:
-        return self.learning_rates[min(step, len(self.learning_rates) - 1)]
+        return float(self.learning_rates[min(step, len(self.learning_rates) - 1)])
 
     @staticmethod
     def from_torch(
@@ -262,8 +262,17 @@ class GroupRates:
         self._shown: dict[int, float] = {}  # by group, as last written into it
 
     def at(self, step: int, groups: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """fp64[groups]: learning rates of ``step``."""
-        return self._schedule.lr(step) * np.fromiter(map(itemgetter("lr_scale"), groups), np.float64)
+        """fp64[groups]: learning rates of ``step``.
+
+        Raises:
+            UserError: if the schedule gives no number, or one that is negative or not finite.
+        """
+        rate = float(self._schedule.lr(step))
+        if not 0 <= rate < math.inf:
+            raise UserError(
+                f"the schedule's learning rate of step {step} is {rate}; expected a finite number of at least 0"
+            )
+        return rate * np.fromiter(map(itemgetter("lr_scale"), groups), np.float64)
 
     def show(self, step: int, groups: Sequence[dict[str, Any]]) -> np.ndarray:
         """The same, also written into the groups' ``lr``.

@@ -81,6 +81,32 @@ def test_a_compiled_model_trains_as_the_same_model_does() -> None:
     assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
+def compiled_step(rank: int, size: int) -> list[list[str]]:
+    """Fingerprints of two runs; in the second the whole training step is compiled, optimizer included."""
+    found: list[list[str]] = []
+    for compile_it in (False, True):
+        model = network()
+        optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE)
+
+        def step(inputs: Tensor, targets: Tensor) -> None:
+            (model(inputs) - targets).square().mean().backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+
+        run = torch.compile(step, backend="eager") if compile_it else step
+        found.append([])
+        for number in range(20):
+            run(*batch(rank, number))
+            found[-1].append(optimizer.fingerprint())
+    return found
+
+
+@pytest.mark.slow
+def test_a_compiled_training_step_is_the_same_step() -> None:
+    for plain, compiled in run_ranks(compiled_step, 2):
+        assert plain == compiled
+
+
 def by_default_dtype(rank: int, size: int, backend: str, wire: Any, quantizes: bool) -> list[list[str]]:
     """Fingerprints of two runs, the second under another default dtype, which many programs set for a large model."""
     found = []

@@ -149,6 +149,27 @@ def test_a_wrapped_model_that_keeps_its_gradients_sends_what_a_bare_one_sends() 
     assert run_ranks(wrapped, 2, "local") == run_ranks(bare, 2)
 
 
+# An optimizer that replaces another, as for a second phase of training.
+
+
+def replaced(rank: int, size: int, was_attached: bool) -> tuple[str, int]:
+    model = new_model()
+    if was_attached:
+        before = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+        before.attach(model)
+    optimizer, sent = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS), 0
+    optimizer.attach(model)
+    for step in range(STEPS):
+        train(model, optimizer, rank, step, step + 1)
+        assert optimizer.last_step is not None
+        sent += optimizer.last_step.bytes_sent
+    return optimizer.fingerprint(), sent
+
+
+def test_an_optimizer_that_was_replaced_exchanges_nothing_more() -> None:
+    assert run_ranks(replaced, 2, True) == run_ranks(replaced, 2, False)
+
+
 # Learning rates, clipping and loss scales from outside.
 
 

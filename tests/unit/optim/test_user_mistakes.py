@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from fractions import Fraction
 from typing import Any
@@ -68,7 +69,12 @@ def in_place(layer: nn.Linear, weight: torch.Tensor) -> None:
     layer.load_state_dict({"weight": weight, "bias": layer.bias.detach()})
 
 
-@pytest.mark.parametrize("write", [new_memory, in_place])
+def past_autograd(layer: nn.Linear, weight: torch.Tensor) -> None:
+    """As averages of weights, clipping of weights and resets of layers often do it."""
+    layer.weight.data.copy_(weight)
+
+
+@pytest.mark.parametrize("write", [new_memory, in_place, past_autograd])
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("attached", [False, True])
 def test_weights_written_into_the_model_are_not_overwritten_in_silence(write: Any, steps: int, attached: bool) -> None:
@@ -105,6 +111,90 @@ def test_weights_that_were_exchanged_and_put_back_are_no_mistake() -> None:
         layer.load_state_dict(kept)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def after_local_steps() -> tuple[nn.Linear, ZeroOneAdam]:
+    """A layer whose weights are not those of the last synchronization."""
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1)
+    for _ in range(6):
+        one_step(layer, optimizer)
+    return layer, optimizer
+
+
+def one_step(layer: nn.Linear, optimizer: ZeroOneAdam) -> None:
+    layer(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_replicated_weights_may_be_asked_for_inside_of_replicated_weights() -> None:
+    """A function that evaluates does so, and its caller may as well."""
+    layer, optimizer = after_local_steps()
+    own = layer.weight.detach().clone()
+    with optimizer.replicated_weights():
+        replicated = layer.weight.detach().clone()
+        with optimizer.replicated_weights():
+            assert torch.equal(layer.weight, replicated)
+        assert torch.equal(layer.weight, replicated) and not torch.equal(own, replicated)
+    assert torch.equal(layer.weight, own)
+
+
+def test_a_step_with_the_replicated_weights_is_refused() -> None:
+    layer, optimizer = after_local_steps()
+    with pytest.raises(UserError, match=r"step\(\) .*replicated_weights"), optimizer.replicated_weights():
+        one_step(layer, optimizer)
+    one_step(layer, optimizer)
+
+
+def test_a_state_that_later_steps_have_changed_is_refused() -> None:
+    layer, optimizer = after_local_steps()
+    weights, state = layer.weight.detach().clone(), optimizer.state_dict()
+    optimizer.load_state_dict(state)  # nothing has changed yet
+    copied = copy.deepcopy(state)
+    one_step(layer, optimizer)
+    with pytest.raises(UserError, match=r"is of step 6, .*7 steps; keep copy\.deepcopy"):
+        optimizer.load_state_dict(state)
+    assert optimizer.step_count == 7
+    optimizer.load_state_dict(copied)
+    assert optimizer.step_count == 6 and torch.equal(layer.weight, weights)
+
+
+class Falling:
+    """A schedule that is no good after its third step."""
+
+    peak_lr, warmup_steps, total_steps = 0.1, 0, None
+
+    def __init__(self, after: float) -> None:
+        self.after = after
+
+    def lr(self, step: int) -> float:
+        return self.peak_lr if step < 3 else self.after
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
+def test_rates_of_a_schedule_of_ones_own_that_are_out_of_range_are_refused(rate: float) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.parameters(), Falling(rate), sync_policy="every")
+    for _ in range(3):
+        one_step(layer, optimizer)
+    with pytest.raises(UserError, match=f"learning rate of step 3 is {rate}; expected a finite number"):
+        one_step(layer, optimizer)
+
+
+@pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])
+def test_any_sequence_is_a_table_of_rates(make: Any) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.parameters(), TabulatedSchedule(make([0.5, 1.0, 0.25])))
+    one_step(layer, optimizer)
+    assert optimizer.last_step is not None and optimizer.last_step.lr == 0.5
+
+
+@pytest.mark.parametrize("name", ["lr_scale", "weight_decay"])
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
+def test_groups_with_settings_out_of_range_are_refused(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"group has {name} {value}; expected"):
+        ZeroOneAdam([{"params": [nn.Parameter(torch.ones(4))], name: value}], 0.1)
 
 
 def test_two_parameters_of_one_name_are_refused() -> None:
