@@ -66,6 +66,12 @@ class CompressedDDP(DDPStrategy):
                 " the optimizer max_grad_norm instead"
             )
         super().setup(trainer)
+        number = sum(find_optimizer(optimizer) is not None for optimizer in self.optimizers)
+        if number > 1:
+            raise UserError(
+                f"configure_optimizers returned {number} optimizers of megatron01, of which only one would be saved;"
+                " expected one"
+            )
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -83,7 +89,8 @@ class CompressedDDP(DDPStrategy):
             consensus.__exit__(None, None, None)
 
     on_validation_start = on_test_start = on_predict_start = _enter
-    on_validation_end = on_test_end = on_predict_end = _leave
+    # on_train_start: in case that a validation was interrupted
+    on_validation_end = on_test_end = on_predict_end = on_train_start = _leave
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the replicated weights."""

@@ -36,8 +36,9 @@ class CompressedTrainerMixin:
     """Mixin for Trainer classes: ``class MyTrainer(CompressedTrainerMixin, SFTTrainer)``; see ``CompressedTrainer``.
 
     Learning rate, schedule, betas, eps, weight decay, clipping, gradient accumulation and precision are those of
-    ``TrainingArguments``; ``optim`` is not used. Evaluation and saved models use the replicated weights. Each
-    checkpoint holds the state of every replica, in a folder that all machines must see.
+    ``TrainingArguments``; ``optim`` is not used. Each ``train()`` builds an optimizer, for its own number of steps.
+    Evaluation and saved models use the replicated weights. Each checkpoint holds the state of every replica, in a
+    folder that all machines must see.
 
     Args:
         compressed_optimizer: class of the optimizer.
@@ -53,6 +54,7 @@ class CompressedTrainerMixin:
     ) -> None:
         self._compressed_class, self._compressed_arguments = compressed_optimizer, dict(compressed_arguments or {})
         self._num_training_steps: int | None = None
+        self._built_optimizer = False
         super().__init__(*args, **kwargs)
         if self.lr_scheduler is not None:
             raise UserError("optimizers gives the Trainer a scheduler; expected (optimizer, None): it follows its own")
@@ -71,6 +73,8 @@ class CompressedTrainerMixin:
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._num_training_steps = max_steps
+        if self._built_optimizer:  # by an earlier train(), whose schedule has ended
+            self.optimizer: Any = None
         model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         keep_all_gradients_local(model)
         return model, train_dataloader
@@ -105,6 +109,7 @@ class CompressedTrainerMixin:
         schedule = TabulatedSchedule.from_torch(make, base_lr=args.learning_rate, total_steps=steps)
         kind, arguments = self._compressed_class, settings | self._compressed_arguments
         self.optimizer = kind([group for group in groups if group["params"]], schedule, **arguments)
+        self._built_optimizer = True
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,51 @@ def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="bias"):
         CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state)
     assert CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state, strict=False) == {}
+
+
+def test_each_training_of_a_trainer_has_a_schedule_of_its_own(tmp_path: Path) -> None:
+    """The first one's has ended: a second training would go on at its last learning rate, which is nearly 0."""
+    from transformers import TrainingArguments
+
+    from megatron01.integrations.transformers import CompressedTrainer
+    from tests.integration.framework_runs import Data, Model
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), max_steps=4, learning_rate=0.02, use_cpu=True, report_to=[])
+    trainer = CompressedTrainer(model=Model(), args=arguments, train_dataset=Data())
+    for _ in range(2):
+        trainer.train()
+        assert trainer._ours is not None and trainer._ours.step_count == 4
+    kept = ZeroOneAdam(Model().parameters(), 0.1)
+    trainer = CompressedTrainer(model=Model(), args=arguments, train_dataset=Data(), optimizers=(kept, None))
+    trainer._num_training_steps = 4
+    assert trainer.create_optimizer() is kept
+
+
+def two_optimizers() -> list[ZeroOneAdam]:
+    return [ZeroOneAdam(torch.nn.Linear(2, 2).parameters(), 0.1) for _ in range(2)]
+
+
+def test_a_second_optimizer_whose_state_would_replace_the_first_ones_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from accelerate import Accelerator
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from megatron01.integrations.accelerate import prepare
+    from megatron01.integrations.lightning import CompressedDDP
+
+    accelerator, (one, other) = Accelerator(cpu=True), two_optimizers()
+    prepare(accelerator, one)
+    with pytest.raises(UserError, match="has an optimizer of megatron01 already"):
+        prepare(accelerator, other)
+    accelerator.free_memory()
+    prepare(accelerator, other)  # as after a first try with too large a batch
+
+    monkeypatch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
+    strategy = CompressedDDP()
+    strategy.optimizers = two_optimizers()
+    with pytest.raises(UserError, match="configure_optimizers returned 2 optimizers of megatron01"):
+        strategy.setup(SimpleNamespace(gradient_clip_val=None))
 
 
 @pytest.mark.slow
