@@ -798,11 +798,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         self._weights_version = sum(map(VERSION, self._whole.tensors))
         if not self._kernels.runs_behind:
-            self._weights_sample = [first.clone() for first in self._whole.first_weights()]
+            self._weights_sample = self._whole.sample_weights()
 
     def _sample_differs(self) -> bool:
         """True if a weight of the sample has changed since."""
-        return not all(map(torch.equal, self._weights_sample, self._whole.first_weights()))
+        before = self._weights_sample
+        return bool(before) and not all(map(torch.equal, before, self._whole.sample_weights()))
 
     def _check_unmodified(self) -> None:
         """Check that the model's weights were not modified since the last step, as this step overwrites them.

@@ -18,6 +18,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ VERSION: Callable[[Tensor], int] = attrgetter("_version")
 """Autograd's version counter of a tensor: grows with in-place writes by torch, not with those by kernels."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and gradients."""
+_SAMPLED = 4096
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,20 @@ class FlatParameters:
         """The model's weights, [elements] for each type of parameters."""
         return [buffers.weights for buffers in self._buffers]
 
-    def first_weights(self) -> list[Tensor]:
-        """The first of the model's weights in each block, [blocks] for each type of parameters, as views."""
-        return [weights.view(-1, self.blocks.block_size)[:, 0] for weights in self.weight_buffers]
+    def sample_weights(self) -> list[Tensor]:
+        """Copies of some of the model's weights, [sampled] for each type: one of each parameter, more at even steps."""
+        return [weights[places] for weights, places in zip(self.weight_buffers, self._sampled, strict=True)]
+
+    @cached_property
+    def _sampled(self) -> list[Tensor]:
+        """int64[sampled], their places in the buffer of each type."""
+        count = int(self.first_block[-1])
+        blocks = np.union1d(self.first_block[:-1], np.arange(0, count, -(-count // _SAMPLED)))
+        found = []
+        for buffers in self._buffers:
+            own = blocks[(buffers.first <= blocks) & (blocks < buffers.last)] - buffers.first
+            found.append(torch.from_numpy(own * self.blocks.block_size).to(self.device))
+        return found
 
     def has_weights(self, index: int) -> bool:
         """True if a parameter is a view of these buffers; False once another optimizer has taken it over."""
