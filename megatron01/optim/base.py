@@ -35,7 +35,6 @@ from megatron01.errors import UserError
 from megatron01.optim import safety
 from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
 from megatron01.optim.flat_parameters import (
-    VERSION,
     FlatParameters,
     FrozenElements,
     active_candidates,
@@ -213,8 +212,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
         self._holds_replicated = False
-        self._weights_sample: list[Tensor] = []
-        self._note_weights()
+        self._whole.mark_weights(sampled=not self._kernels.runs_behind)
 
     def _build_exchanges(
         self,
@@ -412,7 +410,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "step() was called inside replicated_weights(), whose weights are not those that it trains; expected it"
                 " after that context"
             )
-        if self._whole.check_unchanged(self._weights_version) or self._sample_differs():
+        if self._whole.check_unchanged():
             self._check_unmodified()
         for parameter in self._frozen_at_start:
             if parameter.tensor.requires_grad:
@@ -556,7 +554,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._early.end_step()
         # autograd does not see the kernels' in-place writes; a backward pass through older weights must fail
         torch.autograd.graph.increment_version(self._whole.tensors)
-        self._note_weights()
+        self._whole.mark_weights(sampled=not self._kernels.runs_behind)
 
     # Delayed exchanges.
 
@@ -791,20 +789,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._flat.read_weights(0, self._flat.blocks.num_blocks, self._local.x)
         self._frozen_elements.save(self._local.x)
 
-    def _note_weights(self) -> None:
-        """Note the version of the model's weights, and a sample of them: writes to ``p.data`` have no version.
-
-        No sample on a GPU, where comparing it would be a host sync.
-        """
-        self._weights_version = sum(map(VERSION, self._whole.tensors))
-        if not self._kernels.runs_behind:
-            self._weights_sample = self._whole.sample_weights()
-
-    def _sample_differs(self) -> bool:
-        """True if a weight of the sample has changed since."""
-        before = self._weights_sample
-        return bool(before) and not all(map(torch.equal, before, self._whole.sample_weights()))
-
     def _check_unmodified(self) -> None:
         """Check that the model's weights were not modified since the last step, as this step overwrites them.
 
@@ -813,7 +797,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         if self.is_pending or self._weights_are_ahead:
             return
-        version = sum(map(VERSION, self._whole.tensors))
         found = [weights.clone() for weights in self._whole.weight_buffers]
         with self._restoring_weights():
             self._derive_weights()
@@ -826,7 +809,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                 " follow from the optimizer's own: after loading others into the model call optimizer.reload_weights()"
                 " on all replicas, which takes those of replica 0"
             )
-        self._weights_version = version
 
     def _weights_equal(self, weights: list[Tensor]) -> bool:
         """True if ``weights`` are bit-identical to the model's weights."""

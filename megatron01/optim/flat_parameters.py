@@ -136,6 +136,7 @@ class FlatParameters:
         self._summed = np.zeros(len(self.parameters), bool)
         self.sums_in_fp32 = False
         self._adopt_weights()
+        self.mark_weights(sampled=False)
         for index, parameter in enumerate(self.parameters):
             parameter.tensor.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
 
@@ -149,20 +150,25 @@ class FlatParameters:
         """The model's weights, [elements] for each type of parameters."""
         return [buffers.weights for buffers in self._buffers]
 
-    def sample_weights(self) -> list[Tensor]:
-        """Copies of some of the model's weights, [sampled] for each type: one of each parameter, more at even steps."""
-        return [weights[places] for weights, places in zip(self.weight_buffers, self._sampled, strict=True)]
+    def mark_weights(self, *, sampled: bool) -> None:
+        """Remember the weights as they are now, for ``check_unchanged``.
+
+        Writes to ``p.data`` do not change a parameter's version: with ``sampled`` some weights are copied, so that most
+        of these are noticed; comparing them is a host sync on GPUs.
+        """
+        self._version = sum(map(VERSION, self.tensors))
+        self._sample = list(map(torch.take, *self._sampled)) if sampled else []
 
     @cached_property
-    def _sampled(self) -> list[Tensor]:
-        """int64[sampled], their places in the buffer of each type."""
+    def _sampled(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The buffers of weights, and int64[sampled] of each: one element of each parameter, more at even steps."""
         count = int(self.first_block[-1])
         blocks = np.union1d(self.first_block[:-1], np.arange(0, count, -(-count // _SAMPLED)))
-        found = []
+        places = []
         for buffers in self._buffers:
             own = blocks[(buffers.first <= blocks) & (blocks < buffers.last)] - buffers.first
-            found.append(torch.from_numpy(own * self.blocks.block_size).to(self.device))
-        return found
+            places.append(torch.from_numpy(own * self.blocks.block_size).to(self.device))
+        return self.weight_buffers, places
 
     def has_weights(self, index: int) -> bool:
         """True if a parameter is a view of these buffers; False once another optimizer has taken it over."""
@@ -286,11 +292,11 @@ class FlatParameters:
 
     # The model's weights.
 
-    def check_unchanged(self, version: int | None = None) -> bool:
+    def check_unchanged(self) -> bool:
         """Check that the parameters still have the layout of the buffers, and make them views of these again.
 
-        Weights in new storage are copied back. True if there were any, or if ``version`` is given and differs from the
-        sum of the parameters' ``VERSION``: one was written to by torch.
+        Weights in new storage are copied back. True if there were any, or if weights were written to since
+        ``mark_weights``.
 
         Raises:
             UserError: if one has another shape, type or order of elements, or is on another device.
@@ -319,7 +325,9 @@ class FlatParameters:
             view.copy_(tensor.detach())
             tensor.data = view
             moved = True
-        return moved or (version is not None and sum(map(VERSION, self.tensors)) != version)
+        if moved or sum(map(VERSION, self.tensors)) != self._version:
+            return True
+        return bool(self._sample) and not all(map(torch.equal, self._sample, map(torch.take, *self._sampled)))
 
     def _adopt_weights(self) -> None:
         """Move the weights into flat buffers, one for each type, and make parameters views of them."""
