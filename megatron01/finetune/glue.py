@@ -192,7 +192,8 @@ def _json_lines(path: Path) -> Rows:
 
 
 def _parquet(path: Path) -> Rows:
-    pyarrow, parquet = (import_optional(module, str(path)) for module in ("pyarrow", "pyarrow.parquet"))
+    pyarrow = import_optional("pyarrow", str(path))
+    parquet = import_optional("pyarrow.parquet", str(path))
     try:
         numbers = itertools.count(1)
         for batch in parquet.ParquetFile(path).iter_batches():
