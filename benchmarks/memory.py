@@ -26,14 +26,14 @@ def measure(workload: Workload, replicas: int) -> dict[str, Any]:
 
 def _measure_replica(workload: Workload) -> dict[str, Any]:
     # load libraries, compile kernels, start threads and open connections before the first reading
-    _take_steps(*_build(dataclasses.replace(workload, size="tiny")))
+    tiny = dataclasses.replace(workload, size="tiny")
+    _take_steps(tiny, tiny.build_model())
     model = workload.build_model()
-    workload.set_random_gradients(model, norm=1.0)
+    gradients = sum(p.nbytes for p in model.parameters())
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = _resident("VmRSS")
-    optimizer = _build_optimizer(workload, model)
-    _take_steps(optimizer, workload)
+    before = _resident("VmRSS") + gradients
+    optimizer = _take_steps(workload, model)
     peak, after = _resident("VmHWM"), _resident("VmRSS")
 
     buffers = {name: tensor.nbytes for name, tensor in _state(optimizer).items()}
@@ -51,29 +51,22 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
             "dense_buckets": sum(tensor.nbytes for bucket in buckets for tensor in bucket),
         },
         "weights": sum(p.nbytes for p in model.parameters()),
-        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        "gradients": gradients,
         "resident_peak": peak - before,
         "resident_after": after - before,
     }
 
 
-def _build(workload: Workload) -> tuple[ZeroOneAdam, Workload]:
-    model = workload.build_model()
-    workload.set_random_gradients(model, norm=1.0)
-    return _build_optimizer(workload, model), workload
-
-
-def _build_optimizer(workload: Workload, model: torch.nn.Module) -> ZeroOneAdam:
+def _take_steps(workload: Workload, model: torch.nn.Module) -> ZeroOneAdam:
+    """All steps with the same gradients, and the optimizer that took them."""
     config = workload.config()
     schedule = build_schedule(config.optimizer, workload.total_steps)
     optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
     assert isinstance(optimizer, ZeroOneAdam)
-    return optimizer
-
-
-def _take_steps(optimizer: ZeroOneAdam, workload: Workload) -> None:
+    workload.set_random_gradients(model, norm=1.0)
     for _ in range(workload.total_steps):
         optimizer.step()
+    return optimizer
 
 
 def _state(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:

@@ -146,10 +146,10 @@ class Workload:
         )
 
     def set_random_gradients(self, model: torch.nn.Module, norm: float) -> None:
-        """Set normally distributed gradients of about this norm."""
+        """Set normally distributed gradients of about this norm, parameter by parameter, like a backward pass."""
         deviation = norm / sum(p.numel() for p in model.parameters()) ** 0.5
         for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter).mul_(deviation)
+            parameter.backward(torch.randn_like(parameter).mul_(deviation))
 
 
 def sum_of_losses(losses: Any) -> torch.Tensor:

@@ -217,9 +217,11 @@ def _as_int64(number: int) -> int:
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Sum of the words, as integers: the same on every device, and different for (nearly) every other tensor."""
-    words = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    return int(words.sum(dtype=torch.int64))
+    """Sum of the words (int32, wrapping): the same on every device, and different for (nearly) every other tensor.
+
+    A sum in int64 would convert the whole tensor first, on CPUs.
+    """
+    return int(tensor.view(torch.int32).sum(dtype=torch.int32))
 
 
 class SameDataWatch:

@@ -296,7 +296,7 @@ class CPUKernels:
             at_once = max(1, _RANGE // block_size) if values.dtype == torch.float16 else max(1, last - first)
             for low in range(first, last, at_once):
                 high = min(low + at_once, last)
-                part = self._array(0, values[low * block_size : high * block_size])
+                part = self._array(0, values[low * block_size : high * block_size], (high - low) * block_size)
                 _sum_squares(part, block_size, sums[low:high].numpy())
 
         self._workers.run(run, 0, sums.numel())
@@ -345,14 +345,13 @@ class CPUKernels:
             first, last = first * unit, min(last * unit, x.numel())
             at_once = max(_RANGE, block_size) if has_scratch else last - first
             for low in range(first, last, at_once):
-                part = slice(low, min(low + at_once, last))
-                w = self._array(1, weights[part])
-                mean = moved[part]
+                part, count = slice(low, min(low + at_once, last)), min(at_once, last - low)
+                w = self._array(1, weights[part], count)
                 kernel(
                     *map(as_array, (x[part], v[part], m[part], u[part])),
-                    self._array(0, g[part]),
+                    self._array(0, g[part], count),
                     w,
-                    self._decoded(mean, w.size) if isinstance(mean, PackedBlocks) else as_array(mean),
+                    self._array(2, moved[part], count),
                     *flags,
                     *narrowed,
                 )
@@ -361,22 +360,19 @@ class CPUKernels:
 
         self._workers.run(run, 0, -(-x.numel() // unit))
 
-    def _array(self, place: int, values: Tensor) -> Any:
-        """float32 or uint16 (bf16) array of ``values``; fp16 is widened in this thread's scratch."""
-        if values.dtype != torch.float16:
+    def _array(self, place: int, values: Tensor | PackedBlocks, count: int) -> Any:
+        """float32 or uint16 (bf16) array of ``count`` elements.
+
+        fp16 is widened, and packed blocks are decoded, in this thread's scratch.
+        """
+        if isinstance(values, Tensor) and values.dtype != torch.float16:
             return as_array(values)
-        return self._own_scratch(place, values.numel()).copy_(values).numpy()
-
-    def _decoded(self, blocks: PackedBlocks, count: int) -> Any:
-        """float32 array of ``count`` elements, in this thread's scratch."""
-        packed, out = blocks.packed, self._own_scratch(2, count).numpy()
-        size, first = packed.format.block_size, blocks.first
-        decode(first, first + count // size, first, out, *packed.arguments, size)
-        return out
-
-    def _own_scratch(self, place: int, count: int) -> Tensor:
-        """fp32[count], of this thread; pages that are not written to take no memory."""
         scratch = getattr(self._scratch, "buffers", None)
-        if scratch is None or scratch.size(1) < count:
+        if scratch is None or scratch.size(1) < count:  # pages that are not written to take no memory
             scratch = self._scratch.buffers = torch.empty(3, max(_RANGE, count), dtype=torch.float32)
-        return scratch[place, :count]
+        own = scratch[place, :count]
+        if isinstance(values, Tensor):
+            return own.copy_(values).numpy()
+        size, first, array = values.packed.format.block_size, values.first, own.numpy()
+        decode(first, first + count // size, first, array, *values.packed.arguments, size)
+        return array
