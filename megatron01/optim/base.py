@@ -212,7 +212,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
         self._adopt_weights()
         self._holds_replicated = False
-        self._whole.mark_weights(sampled=not self._kernels.runs_behind)
+        self._whole.samples_weights = not self._kernels.runs_behind
+        self._whole.mark_weights()
 
     def _build_exchanges(
         self,
@@ -554,7 +555,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._early.end_step()
         # autograd does not see the kernels' in-place writes; a backward pass through older weights must fail
         torch.autograd.graph.increment_version(self._whole.tensors)
-        self._whole.mark_weights(sampled=not self._kernels.runs_behind)
+        self._whole.mark_weights()
 
     # Delayed exchanges.
 
@@ -799,10 +800,12 @@ class FlatOptimizer(torch.optim.Optimizer):
             return
         found = [weights.clone() for weights in self._whole.weight_buffers]
         with self._restoring_weights():
-            self._derive_weights()
-            known = self._weights_equal(found)
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
-            known = known or self._weights_equal(found)
+            known = self._weights_equal(found)
+            # without accumulated steps the weights are x, and u may hold gradients that are being exchanged
+            if not known and not self._local.is_fresh:
+                self._derive_weights()
+                known = self._weights_equal(found)
         if not known:
             raise UserError(
                 "the model's weights have been written to since the last step, which this step would overwrite, as they"
@@ -909,6 +912,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._derive_weights()
         with self._unreported():
             self._share_weights()
+        self._whole.mark_weights()
 
     def averaged_state(self) -> dict[str, Tensor]:
         """Buffers of ``replica_state`` that a resize averages: all but errors, ``weights`` and ``scalars``.
@@ -970,6 +974,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._derive_weights()
         with self._unreported():
             self._share_weights()
+        self._whole.mark_weights()
 
     def _adopt_errors(self, mean: Tensor) -> None:
         """Set errors whose mean is ``mean`` (fp32[elements]); without error buffers, move x by it instead."""

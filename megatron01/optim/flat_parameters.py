@@ -107,6 +107,7 @@ class FlatParameters:
         block_parameter: int32[blocks], number of the parameter of each of these blocks.
         device: of all tensors.
         sums_in_fp32: True after ``sum_gradients_in_fp32``.
+        samples_weights: see ``mark_weights``; comparing the sample is a host sync on GPUs.
 
     Raises:
         UserError: no parameters, two of one name or that share memory, parameters on several devices, of a type other
@@ -135,8 +136,9 @@ class FlatParameters:
         self._gradient_views: list[Tensor | None] = [None] * len(self.parameters)
         self._summed = np.zeros(len(self.parameters), bool)
         self.sums_in_fp32 = False
+        self.samples_weights = False
         self._adopt_weights()
-        self.mark_weights(sampled=False)
+        self.mark_weights()
         for index, parameter in enumerate(self.parameters):
             parameter.tensor.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
 
@@ -150,14 +152,14 @@ class FlatParameters:
         """The model's weights, [elements] for each type of parameters."""
         return [buffers.weights for buffers in self._buffers]
 
-    def mark_weights(self, *, sampled: bool) -> None:
+    def mark_weights(self) -> None:
         """Remember the weights as they are now, for ``check_unchanged``.
 
-        Writes to ``p.data`` do not change a parameter's version: with ``sampled`` some weights are copied, so that most
-        of these are noticed; comparing them is a host sync on GPUs.
+        Writes to ``p.data`` do not change a parameter's version: with ``samples_weights`` some weights are copied, so
+        that most of these are noticed.
         """
         self._version = sum(map(VERSION, self.tensors))
-        self._sample = list(map(torch.take, *self._sampled)) if sampled else []
+        self._sample = list(map(torch.take, *self._sampled)) if self.samples_weights else []
 
     @cached_property
     def _sampled(self) -> tuple[list[Tensor], list[Tensor]]:

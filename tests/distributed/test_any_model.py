@@ -107,6 +107,29 @@ def test_a_compiled_training_step_is_the_same_step() -> None:
         assert plain == compiled
 
 
+def with_weights_written_back(rank: int, size: int) -> list[list[str]]:
+    """Fingerprints of two runs; before each step of the second its weights are overwritten with themselves."""
+    found = []
+    for writes in (False, True):
+        model = network()
+
+        def prepare(rank: int, step: int, model: nn.Module = model, writes: bool = writes) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                for parameter in model.parameters() if writes else ():
+                    parameter.copy_(parameter.clone())
+            return batch(rank, step)
+
+        optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE, gradient_wire_dtype="4bit")
+        found.append(train(rank, optimizer, optimizer.attach(model), make_batch=prepare)["fingerprints"])
+    return found
+
+
+def test_weights_that_are_written_back_make_no_difference_to_gradients_under_way() -> None:
+    """The check of such weights comes when quantized gradients have been sent, whose rounding errors lie in u."""
+    for plain, written in run_ranks(with_weights_written_back, 2):
+        assert plain == written
+
+
 def by_default_dtype(rank: int, size: int, backend: str, wire: Any, quantizes: bool) -> list[list[str]]:
     """Fingerprints of two runs, the second under another default dtype, which many programs set for a large model."""
     found = []
