@@ -170,9 +170,18 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         ("accumulate", Rule.SOFT_SIGN, ACCUMULATE, False, None),
         ("synchronize", Rule.SOFT_SIGN, everything, False, "none"),
         ("synchronize", Rule.SOFT_SIGN, everything, False, "random"),
+        ("refresh and synchronize alone, a mean of codes", Rule.ADAPTIVE, everything, True, None),
+        ("refresh and accumulate, a mean of codes", Rule.ADAPTIVE, ACCUMULATE, True, None),
+        ("synchronize, a mean of codes", Rule.SOFT_SIGN, everything, False, "random"),
         ("local, its norm not waited for", Rule.ADAPTIVE, LOCAL, False, None),
     ]
     active = torch.zeros(count // 32, dtype=torch.int32)
+
+    def packed_as(quantizer: Quantizer) -> PackedBlocks:
+        form = PackedFormat.of(quantizer, BLOCK_SIZE)
+        rows = torch.zeros(NUM_ROWS, form.row_bytes(1), dtype=torch.uint8)
+        return PackedBlocks(Packed(rows, 1, 0, form, active), 0, NUM_ROWS)
+
     ones, model = by_group(np.ones(1), 1.0), torch.zeros(count, dtype=dtype)
     for what, rule, phase, refresh, exchanged in cases:
         compiler.label = f"{what}, {rule.name.lower()}, {exchanged}, {name}"
@@ -184,14 +193,16 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
         step: torch.Tensor | PackedBlocks | None = torch.zeros(count) if exchanged == "none" else None
         if exchanged is not None and exchanged != "none":
-            form = PackedFormat.of(exchanged, BLOCK_SIZE)
-            rows = torch.zeros(NUM_ROWS, form.row_bytes(1), dtype=torch.uint8)
-            step = PackedBlocks(Packed(rows, 1, 0, form, active), 0)
-        kernels.update(phase, numbers.of(0, phase), Slices(torch.zeros(count), state, state, state, model, model, step))
+            step = packed_as(exchanged)
+        gradients: torch.Tensor | PackedBlocks = packed_as("4bit") if "a mean of codes" in what else model
+        slices = Slices(torch.zeros(count), state, state, state, model, gradients, step)
+        kernels.update(phase, numbers.of(0, phase), slices)
     compiler.label = f"passes, {name}"
     lengths, words = torch.full((4,), BLOCK_SIZE, dtype=torch.int32), torch.zeros(count // 32, dtype=torch.int32)
     kernels.sum_squares(model, BLOCK_SIZE)
     kernels.mark_active(torch.zeros(count, dtype=state_dtype), 1e-3, words, words, lengths)
+    compiler.label = f"passes over codes alone, {name}"
+    kernels.sum_squares(packed_as("4bit"), BLOCK_SIZE)
 
 
 if __name__ == "__main__":

@@ -303,7 +303,6 @@ class DenseExchange(Exchange):
         self,
         bucket: int,
         status: Status | torch.Tensor,
-        inverse_scale: float = 1.0,
         square_sum: torch.Tensor | float = 0.0,
     ) -> None:
         """See ``Exchange``. The means of earlier buckets may be written to ``value`` meanwhile."""

@@ -218,8 +218,10 @@ class OneBitAllReduce(Exchange):
         self._sent.clear()
         self._servers.rounds += 1
 
-    def compress(self, bucket: int, first: int, last: int, value: torch.Tensor) -> None:
-        """Pack value + worker error in the blocks [first, last); ``value`` becomes the new worker error there.
+    def compress(
+        self, bucket: int, first: int, last: int, value: torch.Tensor, new_error: torch.Tensor | None = None
+    ) -> None:
+        """Pack value + worker error in the blocks [first, last); ``new_error``, or ``value``, gets the new error there.
 
         Hierarchical: only keep a reference to ``value``; ``send`` reads it, and compresses the node's mean.
         """
@@ -229,17 +231,17 @@ class OneBitAllReduce(Exchange):
             self._value = value
             return
         key = random_key(self._key, WORKER, self._servers.rank)
-        self._codec.compress(first, last, value, self._worker_error, self._payloads[bucket].sent, key)
+        packed = self._payloads[bucket].sent
+        self._codec.compress(first, last, value, self._worker_error, packed, key, new_error=new_error)
 
     def send(
         self,
         bucket: int,
         status: Status | torch.Tensor,
-        inverse_scale: float = 1.0,
         square_sum: torch.Tensor | float = 0.0,
     ) -> None:
         """Start a bucket's all-to-all; hierarchical: the one inside the node, and send the previous bucket across."""
-        payload, header = self._payloads[bucket], Header(status, inverse_scale, square_sum)
+        payload, header = self._payloads[bucket], Header(status, square_sum=square_sum)
         if self._local is None:
             self._codec.finish_rows(payload.sent.rows, header)
             payload.work = self._servers.all_to_all(payload.received.rows, payload.sent.rows)
@@ -288,7 +290,7 @@ class OneBitAllReduce(Exchange):
         headers = [*map(headers_of, self._received)]
         if self._local is not None and self._by_node:
             headers = [self._headers_in_node(headers, self._local)]
-        worst, self.inverse_scale, self.square_sum = read_headers(headers, *self._transports)
+        worst, _, self.square_sum = read_headers(headers, *self._transports)
         if self._agree is not None:
             worst = self._agree(worst)
         if worst >= Status.OVERFLOW and stop_on_overflow:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -201,13 +201,21 @@ class Packed:
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """The blocks of a packed buffer from ``first`` on; sliced by elements, at whole blocks, like a decoded tensor."""
+    """The blocks [first, last) of a packed buffer; sliced by elements, at whole blocks, like a decoded tensor."""
 
     packed: Packed
     first: int
+    last: int
+    dtype: ClassVar[None] = None  # where a tensor has its type
+
+    def numel(self) -> int:
+        """Number of decoded elements."""
+        return (self.last - self.first) * self.packed.format.block_size
 
     def __getitem__(self, place: slice) -> PackedBlocks:
-        return PackedBlocks(self.packed, self.first + place.start // self.packed.format.block_size)
+        size = self.packed.format.block_size
+        last = min(self.last, self.first + place.stop // size)
+        return PackedBlocks(self.packed, self.first + place.start // size, last)
 
 
 def dense_row_bytes(row_blocks: int, block_size: int, element_size: int) -> int:

@@ -390,6 +390,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         found = self._find_gradient(plan, loss_scale)  # g, or its mean over the replicas in T_v
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, found.multiplier, refresh=plan.averages and found.is_used)
+        coefficients = replace(coefficients, mean=found.mean)
         # right after a synchronization u is 0: such a step can be called off on all replicas when one overflows
         if self._local.is_fresh and not found.is_used and (plan.averages or self._is_single):
             carried_out = False

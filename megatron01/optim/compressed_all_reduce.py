@@ -186,7 +186,7 @@ class CompressedAllReduce:
         for bucket, blocks in enumerate(self.buckets):
             result = self.exchange.receive(bucket)
             for first, last in local.ranges(*blocks):
-                mean = None if result is None else PackedBlocks(result, first)
+                mean = None if result is None else PackedBlocks(result, first, last)
                 local.run(phase, contribution.coefficients, (first, last), mean)
         local.u = self.exchange.swap(local.u)
         if self._watched:

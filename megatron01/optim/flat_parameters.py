@@ -231,6 +231,13 @@ class FlatParameters:
         assert sum(piece.numel() for piece in pieces) == (last - first) * self.blocks.block_size
         return pieces
 
+    @property
+    def whole_gradients(self) -> Tensor | None:
+        """The gradients as one buffer of these blocks, [elements] of fp32 or bf16; None if there is none."""
+        buffer = self._buffers[0].gradients
+        is_one = len(self._buffers) == 1 and self.ranges == [(0, int(self.first_block[-1]))]
+        return buffer if is_one and buffer is not None and buffer.dtype is not torch.float16 else None
+
     def weights(self, first: int, last: int) -> list[Tensor]:
         """Views of the model's weights of the blocks [first, last), in order, [elements] each."""
         return [buffers.weights[part] for buffers, part in self._pieces(first, last)]
@@ -242,12 +249,6 @@ class FlatParameters:
         for segment, part in self._with(out, first, last):
             assert segment.gradients is not None
             part.copy_(segment.gradients)
-
-    def write_gradients(self, first: int, last: int, values: Tensor) -> None:
-        """Gradients of the blocks [first, last) <- values ([elements])."""
-        for segment, part in self._with(values, first, last):
-            assert segment.gradients is not None
-            segment.gradients.copy_(part)
 
     def read_weights(self, first: int, last: int, out: Tensor) -> None:
         """out ([elements]) <- the model's weights of the blocks [first, last)."""

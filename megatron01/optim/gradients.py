@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron01.comm import DenseAllReduce, ErrorPlace, OneBitAllReduce, Status
+from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.grad_scaling import (
     DeferredNorm,
@@ -61,7 +62,10 @@ class GradientMean:
             no loss scale); the same bits on all. Not finite if an element is not.
         overflow_here: after ``finish``, True if a gradient of this replica was not finite before it was averaged. Only
             checked with a loss scaler (fp16), whose scale it changes.
+        packed: after ``finish``, the mean by bucket where it is packed, else None.
     """
+
+    packed: list[PackedBlocks] | None = None
 
     def __init__(
         self,
@@ -173,18 +177,18 @@ class GradientMean:
 
 
 class QuantizedGradientMean(GradientMean):
-    """``GradientMean`` by a compressed exchange.
+    """``GradientMean`` by a compressed exchange, whose result stays packed; each replica's gradient is left as it is.
 
     The residual is added at the next full step, however far away that is: it is a small share of its gradient, and the
     next residual replaces it, so that residuals neither add up nor grow with the interval. Gradients are exchanged
     without their loss scale, so that residuals stay valid when that changes.
 
-    If any replica's gradient is not finite, gradients and errors stay unchanged.
+    If any replica's gradient is not finite, errors stay unchanged.
 
     Args:
         exchange: all-reduce of buffers like u.
-        local: the state of this replica. Right after a synchronization u serves as scratch; at other steps, scratch is
-            allocated.
+        local: the state of this replica. Right after a synchronization u takes the new worker error; at other steps
+            memory for it is allocated.
         guard: gives the status to send to the other replicas.
         order: as of ``GradientMean``.
         counted: bool[blocks], those that enter norms; None for all.
@@ -227,15 +231,18 @@ class QuantizedGradientMean(GradientMean):
 
     def send(self, bucket: int) -> None:
         """Send a bucket, whose gradients are in the flat buffer. The order is the same on all replicas."""
-        size = self._flat.blocks.block_size
-        for first, last in self._local.ranges(*self.buckets[bucket]):
-            value = self._value[first * size : last * size]
-            self._flat.read_gradients(first, last, value)
-            if self._inverse_scale != 1.0:
-                value.mul_(self._inverse_scale)
-            self.exchange.compress(bucket, first, last, self._value)
+        size, gradients = self._flat.blocks.block_size, self._flat.whole_gradients
+        if gradients is not None and self._inverse_scale == 1.0:
+            self.exchange.compress(bucket, *self.buckets[bucket], gradients, new_error=self._value)
+        else:
+            for first, last in self._local.ranges(*self.buckets[bucket]):
+                value = self._value[first * size : last * size]
+                self._flat.read_gradients(first, last, value)
+                if self._inverse_scale != 1.0:
+                    value.mul_(self._inverse_scale)
+                self.exchange.compress(bucket, first, last, self._value)
         own = self._of_own(bucket)
-        self.exchange.send(bucket, self._guard.status(own.status), self._inverse_scale, own.square_sum)
+        self.exchange.send(bucket, self._guard.status(own.status), own.square_sum)
 
     @property
     def square_sum(self) -> float:
@@ -244,36 +251,20 @@ class QuantizedGradientMean(GradientMean):
     def finish(self, loss_scale: float) -> tuple[Status, float]:
         """Send the remaining buckets, and wait for all.
 
-        Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have. From
-        OVERFLOW on, gradients are unchanged.
+        Returns the most severe status of all replicas, and the inverse of the scale of ``packed``, which is 1.
         """
         self._send_rest(loss_scale)
         worst = self.exchange.reduce(stop_on_overflow=True)
         self._note_own(worst)
-        # in fp16, gradients without a loss scale could underflow
-        inverse_scale = self.exchange.inverse_scale
+        self.packed = None
         if worst < Status.OVERFLOW:
-            self._write_means(inverse_scale)
+            buckets = enumerate(self.buckets)
+            self.packed = [PackedBlocks(self.exchange.receive(bucket), *blocks) for bucket, blocks in buckets]
             replaced = self.exchange.swap(self._value)
             if self._uses_u:
                 self._local.u = replaced
         self._value, self.begun = torch.empty(0), False
-        return worst, inverse_scale
-
-    def _write_means(self, inverse_scale: float) -> None:
-        """gradients <- the exchange's result, divided by ``inverse_scale``."""
-        scratch: torch.Tensor | None = None
-        for bucket, blocks in enumerate(self.buckets):
-            self.exchange.receive(bucket)
-            for first, last in self._local.ranges(*blocks):
-                length = (last - first) * self._flat.blocks.block_size
-                if scratch is None:  # the first range is one of the longest
-                    scratch = torch.empty(length, dtype=torch.float32, device=self._flat.device)
-                mean = scratch[:length]
-                self.exchange.decompress(bucket, first, last, mean)
-                if inverse_scale != 1.0:
-                    mean.mul_(1.0 / inverse_scale)
-                self._flat.write_gradients(first, last, mean)
+        return worst, 1.0
 
     def state(self) -> dict[str, torch.Tensor]:
         """The error buffers by name."""
@@ -286,7 +277,7 @@ class QuantizedGradientMean(GradientMean):
 
 @dataclass(frozen=True)
 class StepGradient:
-    """The gradient of a step, in the flat buffer, still with the loss scale.
+    """The gradient of a step: ``mean``, or what is in the flat buffer, still with the loss scale.
 
     Attributes:
         is_used: False if it is known not to be finite.
@@ -295,6 +286,7 @@ class StepGradient:
             an element is not.
         status: the most severe one of the ranks that took part in a mean, and of this replica's ranks.
         overflow_here: True if this replica's own gradient is known not to be finite.
+        mean: packed mean by bucket, where there is one.
     """
 
     is_used: bool
@@ -302,6 +294,7 @@ class StepGradient:
     norm: float | DeferredNorm
     status: Status = Status.OK
     overflow_here: bool = False
+    mean: list[PackedBlocks] | None = None
 
 
 class NormRatio:
@@ -430,8 +423,14 @@ class GradientSource:
         norm = DeferredNorm(add_up(sums).sqrt(), 1.0 / loss_scale, self._max_norm, self._ratio.value)
         return StepGradient(True, norm.multiplier, norm)
 
-    def _sum_up(self, unsummed: Sequence[tuple[int, int]] | None) -> torch.Tensor:
-        """fp32[blocks]: the sums of squares of all blocks; ``unsummed`` as for ``finish``."""
+    def _sum_up(
+        self, unsummed: Sequence[tuple[int, int]] | None, packed: list[PackedBlocks] | None = None
+    ) -> torch.Tensor:
+        """fp32[blocks]: sums of squares of all blocks, of ``packed`` if it is given; ``unsummed`` as for ``finish``."""
+        if packed is not None:
+            size = self._flat.blocks.block_size
+            self.square_sums = torch.cat([self._kernels.sum_squares(bucket, size) for bucket in packed])
+            return self.square_sums
         if unsummed is None:
             self.square_sums = square_sums(self._flat, self._kernels, 0, self._flat.blocks.num_blocks)
         for first, last in unsummed or ():
@@ -452,14 +451,14 @@ class GradientSource:
             unsummed: ranges of blocks whose squares were not summed when their bucket was sent; None for all blocks.
         """
         mean, inverse_scale = self.mean(averages), 1.0 / loss_scale
-        status, overflow_here = Status.OK, False
+        status, overflow_here, packed = Status.OK, False, None
         if self._sharded is not None:
             status, inverse_scale = self._sharded.reduce_scatter(loss_scale)
             overflow_here = self._sharded.gradient_mean.overflow_here
         if mean is not None:
             status, inverse_scale = mean.finish(1.0 / inverse_scale)
-            overflow_here |= mean.overflow_here
-        sums = self._sum_up(unsummed)
+            overflow_here, packed = overflow_here or mean.overflow_here, mean.packed
+        sums = self._sum_up(unsummed, packed)
         if self._not_counted is not None:
             sums = sums.masked_fill(self._not_counted, 0.0)
         square_sum, of_replicas = float(add_up(sums)), 0.0
@@ -482,4 +481,4 @@ class GradientSource:
             # this replica's own gradient; or the mean of finite ones overflowed in fp16 on the wire
             overflow_here = True
         multiplier = inverse_scale * clip_coefficient(norm, self._max_norm)
-        return StepGradient(math.isfinite(norm), multiplier, norm, status, overflow_here)
+        return StepGradient(math.isfinite(norm), multiplier, norm, status, overflow_here, packed)

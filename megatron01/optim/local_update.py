@@ -27,7 +27,7 @@ Arithmetic is fp32, element by element, on slices of flat buffers; ``megatron01.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import islice
@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron01.comm.payload import PackedBlocks
+from megatron01.comm.payload import Packed, PackedBlocks
 from megatron01.errors import UserError
 from megatron01.optim.flat_parameters import FlatParameters
 from megatron01.optim.settings import require_positive
@@ -134,6 +134,7 @@ class Coefficients:
         local_scale: factor on u in the model's weights, until x has moved by it.
         kept: share of the sum of momenta in what is exchanged; the rest is the last momentum times G.
         since_sync: G, P and the number of steps after this step, if it does not synchronize.
+        mean: the mean gradient over the replicas where it is packed: it takes the place of the flat buffer's gradients.
     """
 
     rule: Rule
@@ -151,6 +152,7 @@ class Coefficients:
     never_falls: bool = False
     local_scale: float = 1.0
     kept: float = 0.0
+    mean: Sequence[PackedBlocks] | None = None
 
     @property
     def moves(self) -> bool:
@@ -182,6 +184,14 @@ class Coefficients:
         )
 
 
+def common_blocks(buckets: Sequence[PackedBlocks], first: int, last: int) -> Iterator[tuple[int, int, Packed]]:
+    """The parts (first, last + 1) of the blocks [first, last) in each bucket, with what packs them."""
+    for bucket in buckets:
+        low, high = max(first, bucket.first), min(last, bucket.last)
+        if low < high:
+            yield low, high, bucket.packed
+
+
 def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
     """fp32[groups + 1]: ``values`` (fp64[groups]), and ``frozen`` for frozen parameters."""
     return np.append(values, frozen).astype(np.float32)
@@ -194,7 +204,7 @@ class Slices(NamedTuple):
         x: fp32.
         v: fp32 or bf16, as m and u; empty under the plain rule.
         weights: of the model, in its type.
-        gradients: given where the phase has a gradient.
+        gradients: given where the phase has a gradient; those of the model, or the packed result of their exchange.
         step: U, the result of an exchange (fp32, or packed), if there is one.
     """
 
@@ -203,7 +213,7 @@ class Slices(NamedTuple):
     m: Tensor
     u: Tensor
     weights: Tensor
-    gradients: Tensor | None
+    gradients: Tensor | PackedBlocks | None
     step: Tensor | PackedBlocks | None = None
 
     def part(self, place: slice) -> Slices:
@@ -224,7 +234,7 @@ class Kernels(Protocol):
     range_elements: int
     runs_behind: bool
 
-    def sum_squares(self, values: Tensor, block_size: int) -> Tensor:
+    def sum_squares(self, values: Tensor | PackedBlocks, block_size: int) -> Tensor:
         """fp32[blocks]: the sum of squares of each block, in a fixed order; not finite if any element is not."""
 
     def mark_active(
@@ -371,13 +381,17 @@ class LocalUpdate:
         """Run ``phase`` on the blocks [first, last), or on all; ``step`` (of these, fp32[elements] or packed) is U."""
         size = self.flat.blocks.block_size
         first, last = blocks or (0, self.flat.blocks.num_blocks)
-        for segment in self.flat.segments(first, last, self.frozen):
-            place = slice(segment.first * size, segment.last * size)
-            state = self.x[place], self.v[place], self.m[place], self.u[place]
-            gradients = segment.gradients if phase.gradient else None
-            mean = None if step is None else step[(segment.first - first) * size : (segment.last - first) * size]
-            slices = Slices(*state, segment.weights, gradients, mean)
-            self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
+        means = coefficients.mean if phase.gradient else None
+        for low, high, packed in [(first, last, None)] if means is None else common_blocks(means, first, last):
+            for segment in self.flat.segments(low, high, self.frozen):
+                place = slice(segment.first * size, segment.last * size)
+                state = self.x[place], self.v[place], self.m[place], self.u[place]
+                gradients: Tensor | PackedBlocks | None = segment.gradients if phase.gradient else None
+                if packed is not None:
+                    gradients = PackedBlocks(packed, segment.first, segment.last)
+                mean = None if step is None else step[(segment.first - first) * size : (segment.last - first) * size]
+                slices = Slices(*state, segment.weights, gradients, mean)
+                self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
 
     def scalars(self) -> list[float]:
         """Numbers from which ``load_scalars`` continues."""

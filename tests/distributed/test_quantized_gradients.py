@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron01.comm import Topology
+from megatron01.comm.kernels.specification import decode_packed
 from megatron01.config import OptimizerConfig
 from megatron01.cost.volume import Wire, traffic
 from megatron01.optim import LossScaler, LRSchedule, QuantizedAdam, ZeroOneAdam
@@ -125,16 +126,22 @@ def conserving(topology: Topology, steps: int, options: dict[str, Any]) -> tuple
             parameter.grad = gradient.clone()
         optimizer.step()
         assert optimizer.last_step.kind == "full"
-        for total, parameter in zip(received, parameters, strict=True):
-            total += parameter.grad
+        mean = torch.cat([decode_packed(*vars(bucket).values()) for bucket in optimizer._quantized.packed])
+        for total, part in zip(received, by_parameter(mean.view(-1)), strict=True):
+            total += part
     places = {key: place for key, place in optimizer.error_places().items() if key.startswith("gradient_")}
     kept = torch.zeros(optimizer.replica_state()["u"].numel())
     add_errors(places, optimizer.replica_state(), kept, BLOCK)
+    return received, by_parameter(kept)
+
+
+def by_parameter(flat: torch.Tensor) -> list[torch.Tensor]:
+    """The parameters' parts of a flat buffer."""
     found, start = [], 0
     for size in SIZES:
-        found.append(kept[start : start + size].clone())
+        found.append(flat[start : start + size].clone())
         start += -(-size // BLOCK) * BLOCK
-    return received, found
+    return found
 
 
 @pytest.mark.parametrize("wire", ["4bit", "8bit"])

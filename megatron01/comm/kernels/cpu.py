@@ -154,30 +154,30 @@ def _level(x, inverse, half):
 
 @compiled(nogil=True, error_model="numpy", inline="always")
 def _level_value(level, scale, half):
-    root = (_f32(np.int32(level)) + _f32(0.5)) / half
+    root = (_f32(np.int32(level)) + _f32(0.5)) * (_f32(1.0) / half)  # half is a power of two: as exact as a division
     return scale * (root * root)
 
 
 @compiled(nogil=True, error_model="numpy")
-def _split_levels(total, scale, bits, active, codes, residual):
+def _split_levels(total, scale, bits, active, codes, residual, scratch):
     """``codes`` (uint8) <- those of ``total``; ``residual`` <- the quantization error, 0 where not active."""
     zero, half, sign = _f32(0.0), _f32(1 << (bits - 1)), _u32(1 << (bits - 1))
     inverse = _f32(1.0) / scale if scale > zero else zero
+    wide = scratch.view(np.uint32)
     for i in range(total.size):
         x = total[i]
-        value = _level_value(_level(x, inverse, half), scale, half)
+        level = _level(x, inverse, half)
+        value = _level_value(level, scale, half)
         residual[i] = x - value if x >= zero else x + value
+        wide[i] = _u32(level | (_u32(0) if x >= zero else sign))
     if bits == 8:
         for i in range(total.size):
-            x = total[i]
-            codes[i] = np.uint8(_level(x, inverse, half) | (_u32(0) if x >= zero else sign))
+            codes[i] = np.uint8(wide[i])
     else:
         middle = total.size // 2
+        low, high = wide[:middle], wide[middle:]
         for i in range(middle):
-            x, y = total[i], total[i + middle]
-            low = _u32(_level(x, inverse, half) | (_u32(0) if x >= zero else sign))
-            high = _u32(_level(y, inverse, half) | (_u32(0) if y >= zero else sign))
-            codes[i] = np.uint8(low | _u32(high << _u32(4)))
+            codes[i] = np.uint8(_u32(low[i] | _u32(high[i] << _u32(4))))
     _silence(active, residual)
 
 
@@ -218,7 +218,7 @@ def _quantize(total, bits, scaled, key_low, key_high, element, active, codes, re
     """Pack the block ``total`` (fp32, 0 where not active) to ``codes`` (uint32 words), and return the scale's bf16."""
     if bits > 1:
         scale = _largest_scale(total)
-        _split_levels(total, _from_bf16(scale), bits, active, codes.view(np.uint8), residual)
+        _split_levels(total, _from_bf16(scale), bits, active, codes.view(np.uint8), residual, scratch)
         return scale
     if scaled:
         scale = _mean_scale(total, active, scratch)

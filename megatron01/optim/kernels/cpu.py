@@ -1,7 +1,7 @@
 """The optimizers' arithmetic on CPUs: compiled loops over tiles of fp32, each handled while it is in the cache.
 
-Tiles of bf16 are widened and rounded inside the loops. Slices of fp16, and packed results of exchanges, go through fp32
-scratch, range by range.
+Tiles of bf16 are widened and rounded inside the loops, and packed results of exchanges are decoded there, block by
+block. Slices of fp16 go through fp32 scratch, range by range.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ _TILE = 512
 """Elements handled at a time: a tile of six buffers fits a first-level cache. Longer and shorter ones were slower."""
 
 _RANGE = 1 << 16
-"""Elements that are converted from and to fp16, or decoded, at a time."""
+"""Elements that are converted from and to fp16 at a time."""
 
 _UNIT = 1 << 10
 """A slice is split over threads in multiples of this many elements."""
 
 _WORD = 32
+
+_NOTHING = np.zeros(0, np.float32)
+_NO_BLOCKS = (0, np.zeros((1, 1), np.uint32), np.zeros(1, np.uint32), 1, 0, 0, 0, False, 1)
+"""In place of a buffer whose values are packed, and in place of packed blocks where a buffer has the values."""
 
 
 def _open(part, scratch):
@@ -90,6 +94,31 @@ def _compile_write(tile, part):
     return narrow
 
 
+def _values(buffer, packed, start, end, scratch):
+    """fp32[end - start]: values of ``packed`` blocks, if it has bits, else of ``buffer``.
+
+    ``start`` and ``end`` come tile by tile; a block is decoded into ``scratch`` when its first tile is asked for.
+    """
+
+
+@overload(_values)
+def _compile_values(buffer, packed, start, end, scratch):
+    def values(buffer, packed, start, end, scratch):
+        first, rows, active, row_blocks, codes_at, first_block, bits, scaled, size = packed
+        if bits == 0:
+            part = buffer[start:end]
+            tile = _open(part, scratch)
+            _read(part, tile)
+            return tile
+        if start % size == 0:
+            block = first + start // size
+            last = block + max(1, (end - start) // size)
+            decode(block, last, block, scratch, rows, active, row_blocks, codes_at, first_block, bits, scaled, size)
+        return scratch[start % size : start % size + end - start]
+
+    return values
+
+
 @compiled(nogil=True, error_model="numpy")
 def _update(
     x,
@@ -97,8 +126,10 @@ def _update(
     m,
     u,
     g,
+    packed_g,
     weights,
     step,
+    packed_step,
     has_gradient,
     keep_momentum,
     synchronize,
@@ -123,21 +154,21 @@ def _update(
     # scalars are fp32 from the start: a double among them would make the loops run in double
     one = np.float32(1.0)
     zero = np.float32(0.0)
-    scratch = np.empty((5, _TILE), np.float32)
+    scratch = np.empty((4, _TILE), np.float32)
+    gradients, steps = np.empty(max(_TILE, packed_g[8]), np.float32), np.empty(max(_TILE, packed_step[8]), np.float32)
     for start in range(0, x.size, _TILE):
-        end = start + _TILE
-        xt, vp, mp, up = x[start:end], v[start:end], m[start:end], u[start:end]
-        gp, wp = g[start:end], weights[start:end]
+        end = min(start + _TILE, x.size)
+        xt, vp, mp, up, wp = x[start:end], v[start:end], m[start:end], u[start:end], weights[start:end]
         size = xt.size
-        vt, mt, gt, wt = _open(vp, scratch[0]), _open(mp, scratch[1]), _open(gp, scratch[2]), _open(wp, scratch[3])
+        vt, mt, wt = _open(vp, scratch[0]), _open(mp, scratch[1]), _open(wp, scratch[2])
         # where x absorbs u at once, u need not be written
         keep_accumulated = not has_step and not (fresh and synchronize)
         if has_step:
-            ut = step[start:end]
+            ut = _values(step, packed_step, start, end, steps)
         elif keep_accumulated:
-            ut = _open(up, scratch[4])
+            ut = _open(up, scratch[3])
         else:
-            ut = scratch[4, :size]
+            ut = scratch[3, :size]
         if fresh and not has_step:
             for i in range(size):
                 ut[i] = zero
@@ -146,7 +177,7 @@ def _update(
         if refresh or (adaptive and write_weights):
             _read(vp, vt)
         if has_gradient:
-            _read(gp, gt)
+            gt = _values(g, packed_g, start, end, gradients)
             _read(mp, mt)
             if refresh:
                 for i in range(size):
@@ -190,8 +221,10 @@ def _update_soft_sign(
     m,
     u,
     g,
+    packed_g,
     weights,
     step,
+    packed_step,
     has_gradient,
     synchronize,
     write_weights,
@@ -204,14 +237,15 @@ def _update_soft_sign(
     """The soft-sign rule: m and b are only stored where x moves; before an exchange only their ratio, in u."""
     one = np.float32(1.0)
     zero = np.float32(0.0)
-    scratch = np.empty((2, _TILE), np.float32)
+    scratch = np.empty(_TILE, np.float32)
+    gradients, steps = np.empty(max(_TILE, packed_g[8]), np.float32), np.empty(max(_TILE, packed_step[8]), np.float32)
     for start in range(0, x.size, _TILE):
-        end = start + _TILE
-        gp, wp = g[start:end], weights[start:end]
-        gt, wt = _open(gp, scratch[0]), _open(wp, scratch[1])
-        if has_gradient:
-            _read(gp, gt)
-        for k in range(gp.size):
+        end = min(start + _TILE, x.size)
+        wp = weights[start:end]
+        wt = _open(wp, scratch)
+        gt = _values(g, packed_g, start, end, gradients)
+        st = _values(step, packed_step, start, end, steps)
+        for k in range(wp.size):
             i = start + k
             momentum, magnitude = m[i], b[i]
             if has_gradient:
@@ -223,7 +257,7 @@ def _update_soft_sign(
             if synchronize:
                 m[i] = momentum
                 b[i] = magnitude
-                x[i] = decay * x[i] - step_size * step[i]
+                x[i] = decay * x[i] - step_size * st[k]
             else:
                 ratio = momentum / magnitude
                 u[i] = ratio if magnitude > zero else zero
@@ -245,13 +279,11 @@ def _halving_sum(values):
 
 
 @compiled(nogil=True, error_model="numpy")
-def _sum_squares(values, block_size, sums):
+def _sum_squares(values, packed, block_size, sums):
     squares = np.empty(block_size, np.float32)
     scratch = np.empty(block_size, np.float32)
     for block in range(sums.size):
-        part = values[block * block_size : (block + 1) * block_size]
-        tile = _open(part, scratch)
-        _read(part, tile)
+        tile = _values(values, packed, block * block_size, (block + 1) * block_size, scratch)
         for i in range(block_size):
             squares[i] = tile[i] * tile[i]
         sums[block] = _halving_sum(squares)
@@ -286,18 +318,18 @@ class CPUKernels:
     def __init__(self, num_threads: int) -> None:
         self._workers = BlockWorkers(num_threads)
         self._scratch = threading.local()
-        # 256 KiB of each buffer and thread: what a range touches stays in a core's second-level cache
-        self.range_elements = (1 << 16) * self._workers.num_threads
+        # 1 MiB of each buffer and thread: longer ranges leave the caches, shorter ones cost more calls than they gain
+        self.range_elements = (1 << 18) * self._workers.num_threads
 
-    def sum_squares(self, values: Tensor, block_size: int) -> Tensor:
+    def sum_squares(self, values: Tensor | PackedBlocks, block_size: int) -> Tensor:
         sums = torch.empty(values.numel() // block_size, dtype=torch.float32)
 
         def run(first: int, last: int) -> None:
             at_once = max(1, _RANGE // block_size) if values.dtype == torch.float16 else max(1, last - first)
             for low in range(first, last, at_once):
                 high = min(low + at_once, last)
-                part = self._array(0, values[low * block_size : high * block_size], (high - low) * block_size)
-                _sum_squares(part, block_size, sums[low:high].numpy())
+                part = self._arrays(0, values[low * block_size : high * block_size])
+                _sum_squares(*part, block_size, sums[low:high].numpy())
 
         self._workers.run(run, 0, sums.numel())
         return sums
@@ -335,23 +367,24 @@ class CPUKernels:
             scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
             scalars += [n.kept, n.weight, n.total, n.step_size, n.bound, n.decay]
         narrowed = list(map(np.float32, scalars))
-        g = x if gradients is None else gradients  # a placeholder: not read without gradients
-        moved = x if step is None else step
-        # blocks of powers of two
-        block_size = step.packed.format.block_size if isinstance(step, PackedBlocks) else 1
-        unit, has_scratch = max(_UNIT, block_size), block_size > 1 or torch.float16 in (weights.dtype, g.dtype)
+        g: Tensor | PackedBlocks = x if gradients is None else gradients  # a placeholder: not read without gradients
+        moved: Tensor | PackedBlocks = x if step is None else step
+        unit = _UNIT
+        for one in (g, moved):
+            if isinstance(one, PackedBlocks):
+                unit = max(unit, one.packed.format.block_size)  # powers of two
 
         def run(first: int, last: int) -> None:
             first, last = first * unit, min(last * unit, x.numel())
-            at_once = max(_RANGE, block_size) if has_scratch else last - first
+            at_once = max(_RANGE, unit) if torch.float16 in (weights.dtype, g.dtype) else last - first
             for low in range(first, last, at_once):
-                part, count = slice(low, min(low + at_once, last)), min(at_once, last - low)
-                w = self._array(1, weights[part], count)
+                part = slice(low, min(low + at_once, last))
+                w, _ = self._arrays(1, weights[part])
                 kernel(
                     *map(as_array, (x[part], v[part], m[part], u[part])),
-                    self._array(0, g[part], count),
+                    *self._arrays(0, g[part]),
                     w,
-                    self._array(2, moved[part], count),
+                    *self._arrays(2, moved[part]),
                     *flags,
                     *narrowed,
                 )
@@ -360,19 +393,17 @@ class CPUKernels:
 
         self._workers.run(run, 0, -(-x.numel() // unit))
 
-    def _array(self, place: int, values: Tensor | PackedBlocks, count: int) -> Any:
-        """float32 or uint16 (bf16) array of ``count`` elements.
+    def _arrays(self, place: int, values: Tensor | PackedBlocks) -> tuple[Any, Any]:
+        """What compiled loops take for ``values``: float32 or uint16 (bf16) array, and packed blocks.
 
-        fp16 is widened, and packed blocks are decoded, in this thread's scratch.
+        fp16 is widened in this thread's scratch.
         """
-        if isinstance(values, Tensor) and values.dtype != torch.float16:
-            return as_array(values)
+        if isinstance(values, PackedBlocks):
+            return _NOTHING, (values.first, *values.packed.arguments, values.packed.format.block_size)
+        if values.dtype != torch.float16:
+            return as_array(values), _NO_BLOCKS
+        count = values.numel()
         scratch = getattr(self._scratch, "buffers", None)
         if scratch is None or scratch.size(1) < count:  # pages that are not written to take no memory
             scratch = self._scratch.buffers = torch.empty(3, max(_RANGE, count), dtype=torch.float32)
-        own = scratch[place, :count]
-        if isinstance(values, Tensor):
-            return own.copy_(values).numpy()
-        size, first, array = values.packed.format.block_size, values.first, own.numpy()
-        decode(first, first + count // size, first, array, *values.packed.arguments, size)
-        return array
+        return scratch[place, :count].copy_(values).numpy(), _NO_BLOCKS

@@ -56,13 +56,13 @@ def _store(pointer, at, inside, values):
 
 
 @triton.jit
-def _load_mean(
-    mean,
+def _load_blocks(
+    buffer,
     at,
     inside,
+    count,
     active,
     first,
-    count,
     first_row_block,
     row_blocks,
     row_bytes,
@@ -72,15 +72,15 @@ def _load_mean(
     LENGTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """fp32[SIZE]: the result of an exchange, which is fp32 if ``BITS`` is 0, else packed in blocks of ``LENGTH``."""
+    """fp32[SIZE]: elements of a buffer, which is plain if ``BITS`` is 0, else packed in blocks of ``LENGTH``."""
     if BITS == 0:
-        step = _load(mean, at, inside)
+        values = _load(buffer, at, inside)
     else:
         block = block_numbers(first, SIZE // LENGTH)
         decoded = decode_blocks(
             block,
             block - first < count // LENGTH,
-            mean,
+            buffer,
             active,
             first_row_block,
             row_blocks,
@@ -91,11 +91,12 @@ def _load_mean(
             SIZE // LENGTH,
             LENGTH // _WORD,
         )
-        step = tl.reshape(decoded, [SIZE])
-    return step
+        values = tl.reshape(decoded, [SIZE])
+    return values
 
 
-_COUNTS = ["count", "first", "first_row_block", "row_blocks", "row_bytes", "codes_at"]
+_PLACES = ["first", "first_row_block", "row_blocks", "row_bytes", "codes_at"]
+_COUNTS = ["count", *_PLACES, *(f"g_{name}" for name in _PLACES)]
 
 
 @triton.jit(do_not_specialize=_COUNTS)
@@ -104,8 +105,14 @@ def update_kernel(
     v,
     m,
     u,
-    g,
     weights,
+    g,
+    g_active,
+    g_first,
+    g_first_row_block,
+    g_row_blocks,
+    g_row_bytes,
+    g_codes_at,
     mean,
     active,
     first,
@@ -134,6 +141,8 @@ def update_kernel(
     REFRESH: tl.constexpr,
     ADAPTIVE: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    G_BITS: tl.constexpr,
+    G_SCALED: tl.constexpr,
     BITS: tl.constexpr,
     SCALED: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -152,7 +161,23 @@ def update_kernel(
         second = _load(v, at, inside)
     if GRADIENT:
         factor = tl.load(multiplier) if DEFERRED else multiplier
-        gradient = _load(g, at, inside) * factor
+        gradient = _load_blocks(
+            g,
+            at,
+            inside,
+            count,
+            g_active,
+            g_first,
+            g_first_row_block,
+            g_row_blocks,
+            g_row_bytes,
+            g_codes_at,
+            G_BITS,
+            G_SCALED,
+            LENGTH,
+            SIZE,
+        )
+        gradient = gradient * factor
         if REFRESH:
             second = variance_decay * second + (1.0 - variance_decay) * (gradient * gradient)
             second = _store(v, at, inside, second)
@@ -170,13 +195,13 @@ def update_kernel(
     if WRITE_WEIGHTS:
         step = own
         if HAS_MEAN:
-            step = _load_mean(
+            step = _load_blocks(
                 mean,
                 at,
                 inside,
+                count,
                 active,
                 first,
-                count,
                 first_row_block,
                 row_blocks,
                 row_bytes,
@@ -205,8 +230,14 @@ def soft_sign_kernel(
     b,
     m,
     u,
-    g,
     weights,
+    g,
+    g_active,
+    g_first,
+    g_first_row_block,
+    g_row_blocks,
+    g_row_bytes,
+    g_codes_at,
     mean,
     active,
     first,
@@ -224,6 +255,8 @@ def soft_sign_kernel(
     WRITE_WEIGHTS: tl.constexpr,
     NEVER_FALLS: tl.constexpr,
     HAS_MEAN: tl.constexpr,
+    G_BITS: tl.constexpr,
+    G_SCALED: tl.constexpr,
     BITS: tl.constexpr,
     SCALED: tl.constexpr,
     LENGTH: tl.constexpr,
@@ -238,7 +271,23 @@ def soft_sign_kernel(
         momentum = _load(m, at, inside)
         magnitude = _load(b, at, inside)
     if GRADIENT:
-        gradient = _load(g, at, inside) * multiplier
+        gradient = _load_blocks(
+            g,
+            at,
+            inside,
+            count,
+            g_active,
+            g_first,
+            g_first_row_block,
+            g_row_blocks,
+            g_row_bytes,
+            g_codes_at,
+            G_BITS,
+            G_SCALED,
+            LENGTH,
+            SIZE,
+        )
+        gradient = gradient * multiplier
         momentum = beta * momentum + (1.0 - beta) * gradient
         grown = beta * magnitude + (1.0 - beta) * tl.abs(gradient)
         magnitude = tl.where(magnitude > grown, magnitude, grown) if NEVER_FALLS else grown
@@ -252,13 +301,13 @@ def soft_sign_kernel(
         moved = tl.load(x + at, mask=inside, other=0.0)
     if SYNCHRONIZE:
         if HAS_MEAN:
-            step = _load_mean(
+            step = _load_blocks(
                 mean,
                 at,
                 inside,
+                count,
                 active,
                 first,
-                count,
                 first_row_block,
                 row_blocks,
                 row_bytes,
@@ -286,13 +335,45 @@ def _halving_sums(values, BLOCKS: tl.constexpr, LENGTH: tl.constexpr):
     return tl.reshape(values, [BLOCKS])
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def square_sums_kernel(values, sums, num_blocks, BLOCKS: tl.constexpr, LENGTH: tl.constexpr):
+@triton.jit(do_not_specialize=["num_blocks", *_PLACES])
+def square_sums_kernel(
+    values,
+    active,
+    first,
+    first_row_block,
+    row_blocks,
+    row_bytes,
+    codes_at,
+    sums,
+    num_blocks,
+    BITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
     """Sum of squares of each block."""
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    at = block[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
-    loaded = _load(values, at, (block < num_blocks)[:, None])
-    tl.store(sums + block, _halving_sums(loaded * loaded, BLOCKS, LENGTH), mask=block < num_blocks)
+    inside = block < num_blocks
+    if BITS == 0:
+        at = block[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
+        loaded = _load(values, at, inside[:, None])
+    else:
+        decoded = decode_blocks(
+            first + block.to(tl.int32),
+            inside,
+            values,
+            active,
+            first_row_block,
+            row_blocks,
+            row_bytes,
+            codes_at,
+            BITS,
+            SCALED,
+            BLOCKS,
+            LENGTH // _WORD,
+        )
+        loaded = tl.reshape(decoded, [BLOCKS, LENGTH])
+    tl.store(sums + block, _halving_sums(loaded * loaded, BLOCKS, LENGTH), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_blocks"])
@@ -330,10 +411,11 @@ class TritonKernels:
         # a whole bucket in one launch
         self.range_elements = 1 << 26
 
-    def sum_squares(self, values: Tensor, block_size: int) -> Tensor:
+    def sum_squares(self, values: Tensor | PackedBlocks, block_size: int) -> Tensor:
         count = values.numel() // block_size
         sums = torch.empty(count, dtype=torch.float32, device=self._device)
-        self._run_blocks(square_sums_kernel, count, block_size, values, sums, count)
+        arguments, bits, scaled, _ = _loaded(values)
+        self._run_blocks(square_sums_kernel, count, block_size, *arguments, sums, count, BITS=bits, SCALED=scaled)
         return sums
 
     def mark_active(
@@ -346,20 +428,19 @@ class TritonKernels:
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         n, (x, v, m, u, weights, gradients, step) = numbers, slices
         # x stands in for missing buffers, which are not accessed
-        buffers = (x, x if v.numel() == 0 else v, m, u, x if gradients is None else gradients, weights)
-        mean: tuple[Any, ...] = (x if step is None else step, x, 0, 0, 0, 0, 0)
-        bits, scaled, length = 0, False, 1
-        if isinstance(step, PackedBlocks):
-            rows, active, *places = packed_arguments(step.packed)
-            mean, form = (rows, active, step.first, *places), step.packed.format
-            bits, scaled, length = form.bits, form.scaled, form.block_size
+        buffers = (x, x if v.numel() == 0 else v, m, u, weights)
+        g, g_bits, g_scaled, g_length = _loaded(x if gradients is None else gradients)
+        mean, bits, scaled, mean_length = _loaded(x if step is None else step)
+        length = max(g_length, mean_length)
         size = max(self._size, length)
-        arguments = (*buffers, *mean, x.numel(), n.multiplier, n.beta1)
+        arguments = (*buffers, *g, *mean, x.numel(), n.multiplier, n.beta1)
         flags = {
             "GRADIENT": phase.gradient,
             "SYNCHRONIZE": phase.synchronize,
             "WRITE_WEIGHTS": phase.write_weights,
             "HAS_MEAN": step is not None,
+            "G_BITS": g_bits,
+            "G_SCALED": g_scaled,
             "BITS": bits,
             "SCALED": scaled,
             "LENGTH": length,
@@ -386,10 +467,10 @@ class TritonKernels:
             **flags,
         )
 
-    def _run_blocks(self, kernel: Any, count: int, block_size: int, *arguments: Any) -> None:
+    def _run_blocks(self, kernel: Any, count: int, block_size: int, *arguments: Any, **constants: Any) -> None:
         blocks = max(1, self._size // block_size)
         warps = min(32, max(1, blocks * block_size // 1024))
-        self._launch(kernel, (-(-count // blocks),), warps, *arguments, BLOCKS=blocks, LENGTH=block_size)
+        self._launch(kernel, (-(-count // blocks),), warps, *arguments, **constants, BLOCKS=blocks, LENGTH=block_size)
 
     def _launch(self, kernel: Any, grid: tuple[int], warps: int, *arguments: Any, **constants: Any) -> None:
         """Launch a kernel without FMA contraction or flushing of denormals, as on CPUs."""
@@ -399,3 +480,12 @@ class TritonKernels:
             kernel[grid](
                 *arguments, **constants, num_warps=min(32, warps), enable_fp_fusion=False, enable_reflect_ftz=False
             )
+
+
+def _loaded(values: Tensor | PackedBlocks) -> tuple[tuple[Any, ...], int, bool, int]:
+    """Of a buffer what ``_load_blocks`` takes, its bits (0 if plain), whether it has scales, and its block size."""
+    if isinstance(values, Tensor):
+        return (values, values, 0, 0, 0, 0, 0), 0, False, 1
+    rows, active, *places = packed_arguments(values.packed)
+    form = values.packed.format
+    return (rows, active, values.first, *places), form.bits, form.scaled, form.block_size

@@ -19,11 +19,10 @@ class TorchKernels:
         # on a CPU in ranges that its cache holds, on a GPU in few, large operations
         self.range_elements = 1 << 15 if device.type == "cpu" else 1 << 26
 
-    def sum_squares(self, values: Tensor, block_size: int) -> Tensor:
-        sums = [
-            block_sums(part.float().view(-1, block_size).square()) for part in values.split(self._whole(block_size))
-        ]
-        return torch.cat(sums)
+    def sum_squares(self, values: Tensor | PackedBlocks, block_size: int) -> Tensor:
+        length = self._whole(block_size)
+        parts = (_decoded(values[first : first + length]) for first in range(0, values.numel(), length))
+        return torch.cat([block_sums(part.view(-1, block_size).square()) for part in parts])
 
     def mark_active(
         self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
@@ -34,23 +33,28 @@ class TorchKernels:
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         rule = _soft_sign_update if numbers.rule is Rule.SOFT_SIGN else _update
-        block_size = slices.step.packed.format.block_size if isinstance(slices.step, PackedBlocks) else 1
-        length = self._whole(block_size)
+        packed = [one.packed.format.block_size for one in slices if isinstance(one, PackedBlocks)]
+        length = self._whole(max(packed, default=1))
         for first in range(0, slices.x.numel(), length):
             part = slices.part(slice(first, first + length))
-            if isinstance(part.step, PackedBlocks):
-                start = part.step.first
-                mean = decode_packed(part.step.packed, start, start + part.x.numel() // block_size)
-                part = part._replace(step=mean.view(-1))
+            if part.step is not None:
+                part = part._replace(step=_decoded(part.step))
             g = None
             if phase.gradient:
                 assert part.gradients is not None
-                g = part.gradients.float() * numbers.multiplier
+                g = _decoded(part.gradients) * numbers.multiplier
             rule(phase, numbers, part, g)
 
     def _whole(self, block_size: int) -> int:
         """Elements of a range of whole blocks."""
         return max(1, self.range_elements // block_size) * block_size
+
+
+def _decoded(values: Tensor | PackedBlocks) -> Tensor:
+    """fp32[elements] of a slice."""
+    if isinstance(values, PackedBlocks):
+        return decode_packed(values.packed, values.first, values.last).view(-1)
+    return values.float()
 
 
 def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:

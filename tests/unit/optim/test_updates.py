@@ -174,9 +174,48 @@ def test_a_packed_result_moves_the_weights_as_its_values_do(
         ReferenceCodec(block_size, quantizer).compress(1, last, values, torch.zeros_like(values), packed, 5)
         result: torch.Tensor | PackedBlocks = decode_packed(packed, 2, last).view(-1).to(device)
         if is_packed:
-            result = PackedBlocks(replace(packed, rows=rows.to(device), active=packed.active.to(device)), 2)
+            result = PackedBlocks(replace(packed, rows=rows.to(device), active=packed.active.to(device)), 2, last)
         given_problem.local.run(SYNCHRONIZE, coefficients(rule, refresh=False), (2, last), result)
         outcomes.append(given_problem.tensors())
+    for ours, theirs in zip(*outcomes, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, pytest.param((CPU, TorchKernels), id="reference")])
+@pytest.mark.parametrize("rule", list(Rule))
+@pytest.mark.parametrize("phase", ["local", "accumulate", "synchronize alone from 0", "synchronize with gradients"])
+@pytest.mark.parametrize(("block_size", "dtypes"), [(32, MIXED), (64, (BF16,)), (1 << 15, (FP32,))])
+def test_a_packed_mean_is_used_as_gradients_of_its_values_are(
+    backend: Backend, block_size: int, dtypes: tuple[torch.dtype, ...], phase: str, rule: Rule
+) -> None:
+    device, kernels = backend
+    outcomes = []
+    for is_packed in (True, False):
+        given_problem = problem(device, kernels, block_size, dtypes=dtypes, sums=True)
+        flat, last = given_problem.flat, given_problem.num_blocks
+        form, numbers = PackedFormat.of("4bit", block_size), coefficients(rule, refresh=True)
+        values, buckets = given_problem.random(last).cpu(), []
+        for first, end in ((0, last // 2), (last // 2, last)):
+            row_blocks = -(-(end - first) // 3)
+            rows = torch.zeros(3, form.row_bytes(row_blocks), dtype=torch.uint8)
+            packed = Packed(rows, row_blocks, first, form, given_problem.active)
+            ReferenceCodec(block_size, "4bit").compress(first, end, values, torch.zeros_like(values), packed, 5)
+            decoded = decode_packed(packed, first, end).view(-1).to(device)
+            pieces = flat.gradients(first, end)
+            for piece, part in zip(pieces, decoded.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(part)
+            packed = replace(packed, rows=rows.to(device), active=packed.active.to(device))
+            buckets.append(PackedBlocks(packed, first, end))
+        if is_packed:
+            numbers = replace(numbers, mean=buckets)
+            for gradients in flat.gradients(0, last):
+                gradients.fill_(np.nan)
+            sums = [given_problem.local.kernels.sum_squares(bucket, block_size) for bucket in buckets]
+        else:
+            sums = [square_sums(flat, given_problem.local.kernels, 0, last)]
+        step = given_problem.random(last - 1) if rule is Rule.SOFT_SIGN else None
+        given_problem.local.run(PHASES[phase], numbers, (1, last), step)
+        outcomes.append([torch.cat(sums).cpu(), *given_problem.tensors()])
     for ours, theirs in zip(*outcomes, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
@@ -206,11 +245,8 @@ def test_copies_to_and_from_flat_buffers(dtypes: tuple[torch.dtype, ...]) -> Non
         assert torch.equal(out, whole[64:].to(dtype))
     values = given_problem.random(last) * 1e3
     flat.write_weights(0, last, values)
-    flat.write_gradients(0, last, values)
     for parameter, view in flat.named_views(values):
         assert torch.equal(parameter.tensor.detach(), view.to(parameter.tensor.dtype))
-        if parameter.tensor.grad is not None:
-            assert torch.equal(parameter.tensor.grad, view.to(parameter.tensor.dtype))
     read = torch.full((last * 64,), 7.0)
     flat.read_weights(0, last, read)
     for parameter, view in flat.named_views(read):
