@@ -412,8 +412,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "step() was called inside replicated_weights(), whose weights are not those that it trains; expected it"
                 " after that context"
             )
-        if self._whole.check_unchanged():
-            self._check_unmodified()
+        self._check_unmodified()
         for parameter in self._frozen_at_start:
             if parameter.tensor.requires_grad:
                 raise UserError(
@@ -753,12 +752,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Context in which the model holds the synchronized weights; restores its own bit for bit.
 
         It may be nested; ``step`` raises a UserError inside it.
+
+        Raises:
+            UserError: if the model's weights have been written to since the last step.
         """
         if self._holds_replicated:
             yield
             return
         self.finish_delayed()
-        self._whole.check_unchanged()
+        self._check_unmodified()
         with self._unreported(), self._restoring_weights() if self._delay else nullcontext():
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
             self._share_weights()
@@ -792,12 +794,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._frozen_elements.save(self._local.x)
 
     def _check_unmodified(self) -> None:
-        """Check that the model's weights were not modified since the last step, as this step overwrites them.
+        """Check that the model's weights were not modified since the last step, before they are overwritten.
 
         The master weights (of a checkpoint, say) are accepted too. Nothing is compared while the weights lack a delayed
         result.
         """
-        if self.is_pending or self._weights_are_ahead:
+        if not self._whole.check_unchanged() or self.is_pending or self._weights_are_ahead:
             return
         found = [weights.clone() for weights in self._whole.weight_buffers]
         with self._restoring_weights():
@@ -809,7 +811,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 known = self._weights_equal(found)
         if not known:
             raise UserError(
-                "the model's weights have been written to since the last step, which this step would overwrite, as they"
+                "the model's weights have been written to since the last step, and would be overwritten now, as they"
                 " follow from the optimizer's own: after loading others into the model call optimizer.reload_weights()"
                 " on all replicas, which takes those of replica 0"
             )
