@@ -121,6 +121,12 @@ class CompressedDDP(DDPStrategy):
         self._loaded_from = checkpoint_path
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
+    def load_model_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        super().load_model_state_dict(checkpoint, *args, **kwargs)
+        assert self.lightning_module is not None
+        if (ours := self._ours) is not None and not self.lightning_module.trainer.training:
+            ours.reload_weights()  # after training, to validate, test or predict with what has been loaded
+
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             ours = find_optimizer(optimizer)

@@ -228,6 +228,9 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
         def validation_step(self, batch: Any, _: int) -> None:
             self.log("val", self.model(**batch)["loss"], sync_dist=True)
 
+        def test_step(self, batch: Any, _: int) -> None:
+            self.tested = {name: value.clone() for name, value in self.state_dict().items()}
+
         def configure_optimizers(self) -> Any:
             optimizer = Counted(self.model.named_parameters(), SCHEDULE, **OPTIONS)
             return [optimizer], [{"scheduler": ShownSchedule(optimizer), "interval": "step"}]
@@ -263,7 +266,11 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
     lines = [line.split(",") for line in (folder / "whole" / "version_0" / "metrics.csv").read_text().splitlines()]
     found["logged"] = [float(line[1]) for line in lines[1:] if line[1]][ACCUMULATION - 1 :: ACCUMULATION]
     found["bare"] = bare(model.seen, None, OPTIONS, SCHEDULE)
-    return {**found, "resumed": run("again", str(folder / "saved" / f"step={SAVED}.ckpt"))[1]}
+    saved = str(folder / "saved" / f"step={SAVED}.ckpt")
+    fitting.test(fitting.lightning_module, torch.utils.data.DataLoader(Data(), batch_size=BATCH), ckpt_path=saved)
+    weights, tested = torch.load(saved, weights_only=False)["state_dict"], fitting.lightning_module.tested
+    found["tests_what_is_loaded"] = all(torch.equal(value, tested[name]) for name, value in weights.items())
+    return {**found, "resumed": run("again", saved)[1]}
 
 
 def fabric(folder: Path, resume: bool) -> dict[str, Any]:

@@ -58,6 +58,8 @@ def test_a_framework_trains_to_the_bits_of_the_bare_loop(name: str, precision: s
     assert resumed["kinds"] == framework["kinds"][16:]
     if "logged" in found:
         assert found["logged"][:20] == pytest.approx(framework["rates"])
+    if name == "lightning":
+        assert found["tests_what_is_loaded"]
     if name == "trainer":
         assert found["norms"] == 20 and len(found["eval"]) == 2
         others = run(name, tmp_path, precision, "resume", replicas=3)["resumed"]
