@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import errno
 import os
-import select
 import signal
 import sys
 import threading
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
+from megatron01.errors import EXIT_FAULT, UserError
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.utils.formatting import one_line, painter
 from megatron01.utils.signals import Stopped, is_main_thread
@@ -36,8 +35,12 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
     """
     try:
         try:
-            status = main()
-            sys.stdout.flush()
+            try:
+                status = main()
+            except SystemExit as ended:  # after --help, for instance
+                status = ended.code  # type: ignore[assignment]
+            if sys.stdout is not None:  # closed from the start
+                sys.stdout.flush()
         except UserError as error:
             report(error)
             status = error.exit_status
@@ -45,16 +48,17 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
             status = 128 + stopped.signal
         except KeyboardInterrupt:
             status = EXIT_INTERRUPTED
-        except BrokenPipeError:
-            if not _has_lost_its_reader():
+        except OSError as error:
+            if not (_output_fails() if error.filename is None else error.errno in _REFUSALS):
                 raise
             status = EXIT_BROKEN_PIPE
-        except OSError as error:
-            if error.filename is None or error.errno not in _REFUSALS:
-                raise
-            advice = "check the path, its permissions and the space left there"
-            report(UserError(f"{error.filename} cannot be used: {error.strerror}; {advice}"))
-            status = EXIT_USER_ERROR
+            if error.filename is not None or error.errno != errno.EPIPE:
+                advice = "check the path, its permissions and the space left there"
+                place = error.filename or "standard output"
+                refused = UserError(f"{place} cannot be used: {error.strerror}; {advice}")
+                refused.__cause__ = error
+                report(refused)
+                status = refused.exit_status
         sys.exit(status)
     except BaseException as error:
         if _environment_of_rank() is not None:
@@ -101,15 +105,19 @@ def _environment_of_rank() -> LaunchEnvironment | None:
     return environment if environment.world_size > 1 else None
 
 
-def _has_lost_its_reader() -> bool:
-    """True if standard output is a broken pipe (its reader, such as ``head``, has ended); it then goes to /dev/null."""
-    output = select.poll()
-    output.register(sys.stdout, 0)
-    if not output.poll(0):
-        return False
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())  # else Python flushes once more at exit, and prints an error
-    return True
+def _output_fails() -> bool:
+    """True if standard output cannot be written: a full disk, or a pipe whose reader (such as ``head``) has ended.
+
+    It then goes to /dev/null, else Python flushes once more at exit, and prints an error.
+    """
+    try:
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"\n")  # unbuffered output has nothing left to flush
+    except OSError:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return True
+    return False
 
 
 def report(error: UserError) -> None:

@@ -69,8 +69,33 @@ def test_a_reader_that_stops_leaves_no_traceback(lines: int) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "wb") as output:
-        ended = subprocess.run([sys.executable, "-c", program], stdout=output, stderr=subprocess.PIPE, check=False)
-    assert (ended.returncode, ended.stderr) == (141, b"")
+        for unbuffered in ("", "1"):
+            ended = subprocess.run(
+                [sys.executable, "-c", program],
+                stdout=output,
+                stderr=subprocess.PIPE,
+                env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+                check=False,
+            )
+            assert (ended.returncode, ended.stderr) == (141, b"")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("main", ["lambda: print('line')", "lambda: [print('help'), sys.exit(0)]"])
+def test_a_full_disk_under_standard_output_is_one_line(main: str, unbuffered: str) -> None:
+    program = f"import sys; from megatron01.parallel.program import run_as_program; run_as_program({main})"
+    with open("/dev/full", "wb") as output:
+        ended = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert re.fullmatch("error: standard output cannot be used: No space left on device; .*\n", ended.stderr)
 
 
 def test_a_path_that_the_system_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
