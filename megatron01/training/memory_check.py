@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ class MemoryCheck:
             what, trained_bytes = "weights and gradients", 2 * gradients
         needed = frozen + trained_bytes
         if needed > self._free:
-            where = "its GPU" if on_gpu else "its share of the machine's memory"
+            where = "its GPU" if on_gpu else "its share of the memory of its machine or job"
             raise UserError(
                 f"training needs {format_bytes(needed)} for {what}, but {where} has {format_bytes(self._free)} left:"
                 f" {format_bytes(needed - self._free)} too little; give --tensor-model-parallel-size, --shard-optimizer"
@@ -104,10 +105,28 @@ class MemoryCheck:
 
 
 def _free_bytes(device: torch.device, local_processes: int) -> int | None:
-    """Bytes this process may allocate: all free memory of its GPU, or its share of the machine's; None if unknown."""
+    """Bytes this process may allocate: all free memory of its GPU, or its share of its job's; None if unknown."""
     if device.type == "cuda":
         # what torch's caching allocator holds unused is free too
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text_or_empty("/proc/meminfo"), re.MULTILINE)
-    return None if found is None else 1024 * int(found[1]) // local_processes
+    free = [*([] if found is None else [1024 * int(found[1])]), *_free_bytes_of_cgroups()]
+    return max(0, min(free)) // local_processes if free else None
+
+
+def _free_bytes_of_cgroups() -> Iterator[int]:
+    """Bytes below each memory limit of this process's cgroups (v2, v1), which SLURM and containers set."""
+    for line in text_or_empty("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        root = f"/sys/fs/cgroup{'/memory' if controllers else ''}"
+        # a container may see its own cgroup as the root, under the path that it has outside
+        for folder in (Path(root + path), *Path(root + path).parents):
+            limit, used = (text_or_empty(f"{folder}/{name}") for name in names)
+            if limit.isdigit() and used.isdigit():
+                total = "total_" if controllers else ""
+                cache = re.findall(rf"^{total}(?:in)?active_file (\d+)", text_or_empty(f"{folder}/memory.stat"), re.M)
+                yield int(limit) - int(used) + sum(map(int, cache))

@@ -182,3 +182,30 @@ def test_a_model_that_cannot_be_built_without_memory_is_judged_when_it_is_there(
 def test_what_is_free_is_shared() -> None:
     whole, half = (memory_check._free_bytes(CPU, processes) for processes in (1, 2))
     assert whole is not None and half is not None and 0 < half < 0.75 * whole
+
+
+V1, V2 = "memory.limit_in_bytes memory.usage_in_bytes", "memory.max memory.current"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("4:memory:/slurm/job_1/step_0/task_0\n0::/", {"memory/slurm/job_1": (V1, 3000, 1000)}, 2000 + 30),
+        ("7:cpu,memory:/docker/5e", {"memory": (V1, 3000, 1000)}, 2000 + 30),  # a container's own, at the root
+        ("0::/slurm/job_1/task_0", {"slurm/job_1": (V2, 3000, 1000), "slurm": (V2, "max", 5000)}, 2000 + 3),
+        ("0::/../..", {"": (V2, 1000, 2000)}, 0),
+        ("4:memory:/\n5:cpu:/small", {"memory": (V1, (1 << 63) - 4096, 1000), "cpu/small": (V1, 1, 1)}, 9 * 1024),
+        ("", {}, 9 * 1024),
+    ],
+)
+def test_the_limit_of_a_job_or_container_counts(
+    cgroup: str, files: dict[str, tuple[str, Any, int]], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = {"/proc/self/cgroup": cgroup, "/proc/meminfo": "MemTotal: 99 kB\nMemAvailable:   9 kB"}
+    stat = "active_file 1\ninactive_file 2\ntotal_inactive_file 20\ntotal_active_file 10\nfile 500"
+    for folder, (names, *values) in files.items():
+        place = Path("/sys/fs/cgroup", folder)
+        system |= {str(place / name): str(value) for name, value in zip(names.split(), values, strict=True)}
+        system[str(place / "memory.stat")] = stat
+    monkeypatch.setattr(memory_check, "text_or_empty", lambda path: system.get(path, ""))
+    assert [memory_check._free_bytes(CPU, processes) for processes in (1, 2)] == [expected, expected // 2]
