@@ -231,7 +231,7 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
         yield from found
     elif os.path.lexists(path):  # a pipe, or a link to nothing, which is refused when it is opened
         yield given
-    elif found := others(glob.glob(given, recursive=True)):
+    elif found := others(_matches(given)):
         expanded = (file for match in found for file in _expand(match, own))  # ** gives folders and their files
         yield from {os.path.normpath(file): file for file in expanded}.values()
     elif glob.has_magic(given):
@@ -240,6 +240,22 @@ def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
         raise UserError(
             f"no input file {given}; if it is the name of a Hugging Face data set, give --input-format huggingface"
         )
+
+
+def _matches(pattern: str) -> list[str]:
+    """What a pattern matches. Raises UserError if a folder in which it looks cannot be read, which glob passes over."""
+    folder, name = os.path.split(pattern)
+    while folder and glob.has_magic(os.path.join(folder, name)):
+        for place in glob.glob(os.path.join(folder, ""), recursive=True):
+            try:
+                os.scandir(place).close() if glob.has_magic(name) else os.lstat(os.path.join(place, name))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                advice = f"make it readable, or leave it out of {pattern}"
+                raise UserError(f"folder {place} cannot be read: {error.strerror}; {advice}") from error
+        folder, name = os.path.split(folder)
+    return glob.glob(pattern, recursive=True)
 
 
 def _is_saved_dataset(path: str) -> bool:

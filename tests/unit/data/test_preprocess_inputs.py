@@ -230,20 +230,23 @@ def test_links_to_nothing_are_refused(tmp_path: Path, given: str) -> None:
         names(tmp_path, tmp_path / given)
 
 
-def test_a_subfolder_that_cannot_be_read_is_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pattern", ["", "**", "**/*.jsonl", "*/*.jsonl", "[c]*/[a]*"])
+def test_a_subfolder_that_cannot_be_read_is_not_left_out(
+    pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = tmp_path / "folder" / "closed"
     closed.mkdir(parents=True)
     write_lines(tmp_path / "folder" / "open.jsonl", as_json(TEXTS))
     list_folder = os.scandir
 
     def refuse(path: Any) -> Any:
-        if str(path) == str(closed):
+        if os.path.normpath(path) == str(closed):
             raise PermissionError(13, "Permission denied", str(path))
         return list_folder(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(UserError, match=r"closed cannot be read: Permission denied"):
-        names(tmp_path, tmp_path / "folder")
+    with pytest.raises(UserError, match=r"closed/? cannot be read: Permission denied"):
+        names(tmp_path, tmp_path / "folder" / pattern)
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
