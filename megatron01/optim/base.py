@@ -375,6 +375,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo  # a compiled training step calls it as it is
     @torch.no_grad()
+    @safety.explains_lost_replicas
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the current gradients; ``last_step`` reports it.
 
@@ -582,7 +583,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "step(); expected it before the one or after the other"
             )
         if self.is_pending:
-            with self._restoring_weights():
+            with self._restoring_weights(), safety.warns_of_absent_replicas():
                 self._receive_delayed()
             self._weights_are_ahead = True
 

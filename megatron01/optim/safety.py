@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import hashlib
 import logging
 import math
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +26,7 @@ from megatron01.comm.payload import HEADER_BYTES, seal
 from megatron01.comm.transport import Work, read_checked
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
+from megatron01.parallel.process_groups import lost_replica
 
 if TYPE_CHECKING:
     from megatron01.optim.flat_parameters import FlatParameters
@@ -34,7 +38,10 @@ logger = logging.getLogger(__name__)
 LOCAL_GRADIENTS = "megatron01_local_gradients"
 """Attribute of a DistributedDataParallel module whose communication hook sends nothing."""
 SETTLE_SECONDS = 180.0
-"""How long ``state_dict()`` waits for the other replicas while a delayed exchange is under way."""
+"""How long ``state_dict()`` waits for the other replicas while a delayed exchange is under way.
+
+Other uses of the state go on waiting, with a warning, as a ``step()`` of the others may end the exchange too.
+"""
 
 
 def require_group(process_group: object) -> None:
@@ -133,6 +140,41 @@ def ranks_of(process_group: Topology | dist.ProcessGroup | None) -> list[int] | 
 
 
 # Consistency of replicas.
+
+
+def explains_lost_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator of ``step``: adds to the error of a collective to which other replicas do not come what may be why."""
+
+    @functools.wraps(step)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except RuntimeError as error:
+            if lost_replica(error) is not None:
+                error.add_note(
+                    "The other replicas did not come to an exchange of this step. If they still run: each must call"
+                    " step() as often as the others, for a batch that it leaves out too, and their other collectives"
+                    " (barriers, say) must come between the same steps."
+                )
+            raise
+
+    return explained
+
+
+@contextmanager
+def warns_of_absent_replicas() -> Iterator[None]:
+    """Context that ends a delayed exchange outside of ``step``: a warning, if the others let it wait for long."""
+    text = (
+        "the state, or replicated_weights(), was asked for while a delayed exchange is under way, and other replicas"
+        " have not come to its end for %g seconds: ask for it on every replica, whoever saves or evaluates"
+    )
+    timer = threading.Timer(SETTLE_SECONDS, logger.warning, (text, SETTLE_SECONDS))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class ReplicaCheck:

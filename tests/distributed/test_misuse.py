@@ -6,6 +6,8 @@ import copy
 import io
 import logging
 import pickle
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -385,6 +387,49 @@ def saves_alone(rank: int, size: int) -> str:
 def test_a_delayed_state_of_one_replica_alone_is_refused() -> None:
     one, other = run_ranks(saves_alone, 2)
     assert one.startswith("state_dict() was called on 1 of 2 replicas") and one.endswith(other)
+
+
+def evaluates_alone(rank: int, size: int) -> tuple[str, list[str]]:
+    safety.SETTLE_SECONDS, messages = 0.5, Messages()
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, delay=True, **OPTIONS)
+    train(model, optimizer, rank, 0, 9)
+    assert optimizer.is_pending
+    if rank == 0:
+        with optimizer.replicated_weights():
+            pass
+    else:
+        time.sleep(1.0)
+    train(model, optimizer, rank, 9)  # whose first step ends the exchange on the other replica
+    with optimizer.replicated_weights():
+        time.sleep(0.6)
+    return optimizer.fingerprint(), messages.texts
+
+
+def test_one_replica_alone_that_waits_for_the_end_of_a_delayed_exchange_says_so() -> None:
+    (one, messages), (other, none) = run_ranks(evaluates_alone, 2)
+    assert one == other and none == []
+    assert len(messages) == 1 and "other replicas have not come to its end for 0.5 seconds" in messages[0]
+
+
+def skips_a_step(rank: int, size: int) -> list[str]:
+    group = torch.distributed.new_group(timeout=timedelta(seconds=3))
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, process_group=group, **OPTIONS)
+    try:
+        for step in range(STEPS):
+            if (rank, step) != (1, 5):
+                train(model, optimizer, rank, step, step + 1)
+            if step == 9:
+                torch.distributed.barrier(group)
+    except RuntimeError as error:
+        return getattr(error, "__notes__", [])
+    return []
+
+
+def test_the_error_of_a_replica_that_waits_for_one_that_has_skipped_a_step_says_so() -> None:
+    notes = run_ranks(skips_a_step, 2)
+    assert "each must call step() as often as the others" in notes[0][0]
 
 
 def test_weights_that_were_moved_follow_a_loaded_state() -> None:
