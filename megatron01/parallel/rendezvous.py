@@ -16,7 +16,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -97,10 +97,13 @@ def check_ranks(
 
     def compare(found: dict[int, Any]) -> tuple[str | None, bool, bool]:
         infos = {rank: RankInfo(**info) for rank, info in found.items()}
-        missing = _missing(infos, environment, timeout)
+        mismatch = _mismatch(infos, needs_gpus)  # may be why some are missing
+        missing = None if mismatch else _missing(infos, environment, timeout)
         all_have_gpus = each_has_own_gpu([one.gpu for one in infos.values()])
-        return missing or _mismatch(infos, needs_gpus), missing is not None, all_have_gpus
+        return mismatch or missing, missing is not None, all_have_gpus
 
+    # a rank that counts on more would wait for them when groups are opened
+    own = replace(own, fingerprints={"the number of processes": str(environment.world_size)} | own.fingerprints)
     error, is_fault, all_have_gpus = decided_by_rank_0(store, environment, "rank_info", asdict(own), compare, timeout)
     if error is not None:
         raise (FaultError if is_fault else UserError)(error, scope="job")

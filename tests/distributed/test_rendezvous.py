@@ -74,6 +74,24 @@ def test_processes_that_do_not_fit_together(
             assert answer[0].startswith(expected) and answer[1] == EXIT_USER_ERROR and "\n" not in answer[0]
 
 
+def counts_on(rank: int, world_size: int, sizes: list[int]) -> tuple[str, int]:
+    environment = dataclasses.replace(environment_on(["a", "a", "b"]), world_size=sizes[rank])
+    try:
+        with initialize(environment, DistributedConfig(distributed_timeout_minutes=0.05)):
+            return "", 0
+    except UserError as error:
+        return str(error), error.exit_status
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [([3, 3, 4], "b (rank 2) differs from a (rank 0) in"), ([4, 3, 3], "a (rank 1) differs")]
+)
+def test_ranks_that_count_on_another_number_of_processes_are_named(sizes: list[int], expected: str) -> None:
+    for message, status in run_ranks(counts_on, 3, sizes, default_group=False):
+        assert message.startswith(expected) and status == EXIT_USER_ERROR
+        assert f"the number of processes ({7 - sizes[0]} and {sizes[0]}); start all replicas with the same" in message
+
+
 def missing(rank: int, world_size: int, absent: list[int]) -> tuple[str, int]:
     if rank in absent:
         return "", 0
