@@ -73,7 +73,12 @@ status=0
 again() {
     echo "$1; starting again from checkpoint $(newest)"
     # the id of an array's last job is that of the whole array, which must not be requeued
-    scontrol requeue "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_JOB_ID:+_$SLURM_ARRAY_TASK_ID}"
+    local wait job=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_JOB_ID:+_$SLURM_ARRAY_TASK_ID}
+    for wait in 5 10 20 40 80; do # SLURM's controller may be restarting, or overloaded
+        ! scontrol requeue "$job" || return 0
+        sleep "$wait"
+    done
+    scontrol requeue "$job"
 }
 
 # 0 done, 2 an error in settings or data, 75 told to stop; all else is a fault, which a restart may cure

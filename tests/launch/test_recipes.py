@@ -118,6 +118,15 @@ echo "$@" >>"$CALLS"
 """
 
 
+def of_job(folder: Path) -> dict[str, str]:
+    """Variables of a job with the programs in ``folder``."""
+    return {
+        "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(folder / "calls"), "RUNS": str(folder / "runs"),
+        "NAME": "job", "VARIANTS": "", "DOCTOR": "yes", "MAX_FAULTS": "1", "CPUS_PER_TASK": "8",
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("checkpoint", [None, "500"])
 def test_what_the_doctor_finds_ends_a_run_that_has_not_begun(tmp_path: Path, checkpoint: str | None) -> None:
     (tmp_path / "srun").write_text(SRUN)
@@ -126,14 +135,25 @@ def test_what_the_doctor_finds_ends_a_run_that_has_not_begun(tmp_path: Path, che
     saved.mkdir(parents=True)
     if checkpoint is not None:
         (saved / "latest_checkpointed_iteration.txt").write_text(checkpoint)
-    variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls"), "RUNS": str(tmp_path / "runs"),
-        "NAME": "job", "VARIANTS": "", "DOCTOR": "yes", "MAX_FAULTS": "1", "CPUS_PER_TASK": "8",
-        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a",
-    }  # fmt: skip
-    done = run("job.sh", "pretrain_gpt.py", **variables)
+    done = run("job.sh", "pretrain_gpt.py", **of_job(tmp_path))
     assert (tmp_path / "calls").exists() == (checkpoint is not None)
     if checkpoint is None:
         assert done.returncode == 2 and "ended by what the doctor found" in done.stderr
     else:
         assert done.returncode == 0 and "going on, as the run has gone on before" in done.stdout
+
+
+@pytest.mark.parametrize("answers_at", [1, 3, 99])
+def test_a_controller_that_does_not_answer_is_asked_again(tmp_path: Path, answers_at: int) -> None:
+    programs = {
+        "srun": "exit 75",
+        "sleep": ":",
+        "scontrol": f'echo "$@" >>"$CALLS"; [ $(wc -l <"$CALLS") -ge {answers_at} ] || {{ echo down >&2; exit 1; }}',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = run("job.sh", "pretrain_gpt.py", **of_job(tmp_path) | {"DOCTOR": "no"})
+    asked = min(answers_at, 6)
+    assert (tmp_path / "calls").read_text() == "requeue 1\n" * asked
+    assert done.returncode == (75 if asked < 6 else 1), done.stderr
