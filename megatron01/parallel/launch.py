@@ -103,7 +103,7 @@ class LaunchEnvironment:
                 local_world_size = _tasks_on_own_node(environ, world_size)
             else:
                 local_world_size = _number(environ, names.local_world_size, names.local_rank)
-        address, port = _master(environ, names, one_machine=local_world_size == world_size)
+        address, port = _master(environ, names, one_machine=local_world_size >= world_size)
         slurm_nodes = expand_host_list(environ.get("SLURM_STEP_NODELIST") or "localhost") if names is _SRUN else ()
         kept_by_agent = names is _TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return cls(

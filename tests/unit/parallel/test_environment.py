@@ -136,6 +136,7 @@ def test_srun_with_pmi2_is_srun() -> None:
         ({"RANK": None}, "WORLD_SIZE is set but RANK is not"),
         ({"RANK": "8"}, "rank 8 of 8 processes"),
         ({"RANK": "-1"}, "rank -1 of 8"),
+        ({"RANK": "0", "WORLD_SIZE": "0", "MASTER_ADDR": None}, "rank 0 of 0 processes"),
         ({"RANK": "five"}, "RANK is 'five'; expected a whole number"),
         ({"LOCAL_RANK": None}, "RANK is set but LOCAL_RANK is not"),
         ({"LOCAL_WORLD_SIZE": "9"}, "1 of 9 processes on this machine and 8 in all"),
