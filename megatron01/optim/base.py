@@ -609,11 +609,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._stop_if(self._is_single and self._guard.given_up)
 
     @contextmanager
-    def _restoring_weights(self) -> Iterator[None]:
-        """Context in which the model's weights may be overwritten; restores them bit for bit."""
+    def _restoring_weights(self) -> Iterator[list[Tensor]]:
+        """Context in which the model's weights may be overwritten; gives copies, and restores them bit for bit."""
         kept = [weights.clone() for weights in self._whole.weight_buffers]
         try:
-            yield
+            yield kept
         finally:
             for weights, before in zip(self._whole.weight_buffers, kept, strict=True):
                 weights.copy_(before)
@@ -802,8 +802,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         if not self._whole.check_unchanged() or self.is_pending or self._weights_are_ahead:
             return
-        found = [weights.clone() for weights in self._whole.weight_buffers]
-        with self._restoring_weights():
+        with self._restoring_weights() as found:
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
             known = self._weights_equal(found)
             # without accumulated steps the weights are x, and u may hold gradients that are being exchanged

@@ -51,14 +51,13 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
         except OSError as error:
             if not (_output_fails() if error.filename is None else error.errno in _REFUSALS):
                 raise
-            status = EXIT_BROKEN_PIPE
-            if error.filename is not None or error.errno != errno.EPIPE:
-                advice = "check the path, its permissions and the space left there"
-                place = error.filename or "standard output"
-                refused = UserError(f"{place} cannot be used: {error.strerror}; {advice}")
-                refused.__cause__ = error
+            place = error.filename or "standard output"
+            advice = "check the path, its permissions and the space left there"
+            refused = UserError(f"{place} cannot be used: {error.strerror}; {advice}")
+            refused.__cause__ = error
+            status = EXIT_BROKEN_PIPE if error.errno == errno.EPIPE else refused.exit_status
+            if status != EXIT_BROKEN_PIPE:
                 report(refused)
-                status = refused.exit_status
         sys.exit(status)
     except BaseException as error:
         if _environment_of_rank() is not None:
@@ -110,6 +109,8 @@ def _output_fails() -> bool:
 
     It then goes to /dev/null, else Python flushes once more at exit, and prints an error.
     """
+    if sys.stdout is None:
+        return False
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # unbuffered output has nothing left to flush

@@ -98,6 +98,15 @@ def test_a_full_disk_under_standard_output_is_one_line(main: str, unbuffered: st
     assert re.fullmatch("error: standard output cannot be used: No space left on device; .*\n", ended.stderr)
 
 
+@pytest.mark.parametrize(("main", "status"), [("lambda: print('line')", 0), ("lambda: os.kill(1 << 22, 0)", 1)])
+def test_standard_output_may_be_closed(main: str, status: int) -> None:
+    program = f"import os; from megatron01.parallel.program import run_as_program; run_as_program({main})"
+    ended = subprocess.run(
+        ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-c", program], capture_output=True, check=False
+    )
+    assert ended.returncode == status and (b"No such process" in ended.stderr) == (status == 1)
+
+
 def test_a_path_that_the_system_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def refused() -> None:
         Path("x" * 1000).exists()
