@@ -375,7 +375,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch._disable_dynamo  # a compiled training step calls it as it is
     @torch.no_grad()
-    @safety.explains_lost_replicas
+    @safety.explains_lost_replicas()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the current gradients; ``last_step`` reports it.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import gc
 import hashlib
 import logging
@@ -12,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -142,23 +141,19 @@ def ranks_of(process_group: Topology | dist.ProcessGroup | None) -> list[int] | 
 # Consistency of replicas.
 
 
-def explains_lost_replicas(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator of ``step``: adds to the error of a collective to which other replicas do not come what may be why."""
-
-    @functools.wraps(step)
-    def explained(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return step(*args, **kwargs)
-        except RuntimeError as error:
-            if lost_replica(error) is not None:
-                error.add_note(
-                    "The other replicas did not come to an exchange of this step. If they still run: each must call"
-                    " step() as often as the others, for a batch that it leaves out too, and their other collectives"
-                    " (barriers, say) must come between the same steps."
-                )
-            raise
-
-    return explained
+@contextmanager
+def explains_lost_replicas() -> Iterator[None]:
+    """Around ``step``: the error of a collective to which other replicas do not come says what may keep them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if lost_replica(error) is not None:
+            error.add_note(
+                "The other replicas did not come to an exchange of this step. If they still run: each must call step()"
+                " as often as the others, for a batch that it leaves out too, and their other collectives (barriers,"
+                " say) must come between the same steps."
+            )
+        raise
 
 
 @contextmanager
