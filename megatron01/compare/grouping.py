@@ -142,7 +142,7 @@ def _title(run: Run) -> str:
     layers, hidden = run.settings.get("model.num_layers"), run.settings.get("model.hidden_size")
     if layers is None or hidden is None:
         return f"{run.batch_size} sequences a step"
-    kind = "BERT" if run.settings.get("data.tokenizer_type", "").startswith("Bert") else "GPT-2"
+    kind = "BERT" if "data.objective" in run.settings else "GPT-2"
     length = run.settings.get("data.seq_length", "?")
     return f"{kind}, {layers} layers of {hidden}, {run.batch_size} sequences of {length} tokens a step"
 

@@ -70,13 +70,13 @@ class Run:
 
     @cached_property
     def tokens(self) -> Column:
-        """fp64[lines], tokens consumed by all replicas together."""
+        """fp64[lines], tokens consumed by all replicas together; NaN if the settings are not known."""
         return self.columns["consumed_samples"] * self.seq_length
 
     @property
-    def seq_length(self) -> int:
-        """Tokens of a sample."""
-        return int(self.number_of("data.seq_length", 512))
+    def seq_length(self) -> float:
+        """Tokens of a sample; NaN if the settings are not known."""
+        return self.number_of("data.seq_length", math.nan)
 
     @cached_property
     def recorded_seconds(self) -> Column:

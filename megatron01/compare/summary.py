@@ -52,15 +52,21 @@ class Estimate:
     spread: float
     count: int
     iteration: int | None = None  # of the values; None if they are of different iterations
-    by_seed: Mapping[str, float] = field(default_factory=dict)  # empty if seeds are not known or not unique
+    by_seed: Mapping[str, float] = field(default_factory=dict)  # empty if not all seeds are known
 
     @classmethod
     def of(cls, values: Sequence[float], iterations: Sequence[int] = (), seeds: Sequence[str] = ()) -> Estimate:
+        """Of the runs' ``values``. Runs with the same seed count as one, with their mean."""
         if not values or not all(map(math.isfinite, values)):
             return cls(math.nan, math.nan, len(values))
         iteration = iterations[0] if len(set(iterations)) == 1 else None
-        by_seed = dict(zip(seeds, values, strict=True)) if len({*seeds} - {""}) == len(values) else {}
-        return cls(fmean(values), stdev(values) if len(values) > 1 else math.nan, len(values), iteration, by_seed)
+        found: dict[str, list[float]] = {}
+        for number, value in enumerate(values):
+            found.setdefault((seeds and seeds[number]) or f"of run {number}", []).append(value)
+        by_seed = {seed: fmean(of_seed) for seed, of_seed in found.items()}
+        means = list(by_seed.values())
+        spread = stdev(means) if len(means) > 1 else math.nan
+        return cls(fmean(means), spread, len(means), iteration, by_seed if seeds and all(seeds) else {})
 
     @property
     def is_known(self) -> bool:
@@ -288,6 +294,17 @@ def _seeds(group: Group) -> list[str]:
     return [run.settings.get("training.seed", "") for run in group.runs]
 
 
+def _num_seeds(group: Group) -> int:
+    """Number of different seeds; each that is not known counts as one."""
+    seeds = _seeds(group)
+    return len({*seeds} - {""}) + seeds.count("")
+
+
+def _show_seeds(group: Group) -> str:
+    seeds, runs = _num_seeds(group), len(group.runs)
+    return str(seeds) if seeds == runs else f"{seeds} ({runs} runs)"
+
+
 def _baseline(groups: Sequence[Group], wanted: str | None) -> int:
     labels = [group.label for group in groups]
     if wanted is not None:
@@ -375,7 +392,7 @@ def table(summary: Summary) -> list[list[str]]:
     rows = summary.rows
     base = rows[summary.baseline]
     lines = [
-        ["seeds", *(str(len(row.group.runs)) for row in rows)],
+        ["seeds", *(_show_seeds(row.group) for row in rows)],
         ["lr", *(if_known(row.group.first.number_of("optimizer.lr", math.nan), "{:.3g}".format) for row in rows)],
         ["steps", *(f"{row.steps:,}" for row in rows)],
         ["train loss", *(_show_loss(row.train_loss, row.group) for row in rows)],
@@ -443,14 +460,15 @@ def answers(summary: Summary) -> list[str]:
     if not rows:
         return [f"{_names(diverged)} diverged: there is no loss to compare."]
     found = [_about_target(summary, rows), _about_end(summary, rows), _about_traffic(summary, rows)]
-    single = [row for row in rows if len(row.group.runs) == 1]
+    single = [row for row in rows if _num_seeds(row.group) == 1]
+    what = "One run" if all(len(row.group.runs) == 1 for row in single) else "One seed"
     if len(rows) == 1:
-        what = "only group of runs that did not diverge" if diverged else "only group of runs here"
-        found.insert(0, f"{_names(rows)} is the {what}, so that there is nothing to compare its losses with.")
+        only = "only group of runs that did not diverge" if diverged else "only group of runs here"
+        found.insert(0, f"{_names(rows)} is the {only}, so that there is nothing to compare its losses with.")
     elif len(single) == len(rows):
-        found.append("One run each: the spread over seeds is not known.")
+        found.append(f"{what} each: the spread over seeds is not known.")
     elif single:
-        found.append(f"One run of {_names(single)}: the spread over seeds is not known there.")
+        found.append(f"{what} of {_names(single)}: the spread over seeds is not known there.")
     if diverged and len(rows) > 1:
         found.append(f"{_names(diverged)} diverged and {'is' if len(diverged) == 1 else 'are'} not compared.")
     as_adam = ": it exchanged no bits, but full gradients as Adam does"

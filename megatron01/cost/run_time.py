@@ -551,7 +551,9 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
         if best is not fastest:
             reason += f"; {fastest.choice.name} would gain {gain:.0%} more"
     elif gain < 0.01:
-        reason = "all-reduce of gradients hides behind the backward pass here; compression gains nothing"
+        exposed = sum(count * step.exposed for count, step in adam.kinds.values()) / adam.seconds
+        why = "all-reduce of gradients hides behind the backward pass" if exposed < 0.05 else "no exchange is faster"
+        reason = f"{why} here; compression gains nothing"
     else:
         reason = f"compression would gain {gain:.0%} at most, which its noise may cost in convergence"
     return Recommendation(best, reason)

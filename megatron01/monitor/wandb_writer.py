@@ -69,7 +69,7 @@ def name_of(key: str) -> str:
     return _NAMES.get(key, f"loss/{key}")
 
 
-def to_wandb(line: Mapping[str, Any], *, seq_length: int) -> dict[str, float]:
+def to_wandb(line: Mapping[str, Any], *, seq_length: float) -> dict[str, float]:
     """A line of metrics for wandb: all its numbers by name, losses once for each x axis.
 
     Args:

@@ -23,6 +23,12 @@ def test_seeds_make_a_group_and_settings_a_label(tmp_path: Path) -> None:
     assert section.title == "GPT-2, 2 layers of 64, 8 sequences of 32 tokens a step" and not section.differs
 
 
+def test_a_bert_is_one_with_any_tokenizer(tmp_path: Path) -> None:
+    more = {"data__objective": "sop", "data__tokenizer_type": "SentencePieceTokenizer"}
+    (section,) = sections([read_run(write_run(tmp_path / "one", lines(), **more))])
+    assert section.title.startswith("BERT, 2 layers")
+
+
 def test_what_cannot_be_compared_has_its_own_section(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "one", lines()),

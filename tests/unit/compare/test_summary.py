@@ -9,7 +9,7 @@ import pytest
 
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import Estimate, Summary, summarize, table
+from megatron01.compare.summary import Estimate, Summary, answers, summarize, table
 from megatron01.errors import UserError
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
@@ -176,7 +176,24 @@ def test_runs_with_the_same_seeds_are_compared_in_pairs() -> None:
     assert found.p == pytest.approx(0.0027435, rel=1e-3)
     elsewhere = Estimate.of([6.61, 6.19, 6.40], seeds=["2", "0", "3"])
     assert one.above(elsewhere).p > 0.3 and one.above(Estimate.of([6.61, 6.19, 6.40])).p > 0.3
-    assert Estimate.of([1.0, 2.0], seeds=["0", ""]).by_seed == {} == Estimate.of([1.0, 2.0], seeds=["0", "0"]).by_seed
+    assert Estimate.of([1.0, 2.0], seeds=["0", ""]).by_seed == {}
+
+
+def test_runs_with_one_seed_show_no_spread(tmp_path: Path) -> None:
+    found = Estimate.of([1.0, 2.0, 3.5], seeds=["0", "0", "1"])
+    assert (found.mean, found.count, found.by_seed) == (2.5, 2, {"0": 1.5, "1": 3.5})
+    for name, optimizer, worse in (("a", "adam", 0.0), ("b", "adam", 0.0), ("c", "sgdm", 0.1), ("d", "sgdm", 0.1)):
+        write_run(tmp_path / name, lines(worse=worse), optimizer__optimizer=optimizer, training__seed=3)
+    (section,) = sections([read_run(tmp_path / name) for name in "abcd"])
+    summary = summarize(section.groups)
+    assert by_name(summary)["seeds"] == ["1 (2 runs)"] * 2 and by_name(summary)["gap"][1] == "+0.1000"
+    assert "One seed each: the spread over seeds is not known." in answers(summary)
+
+
+def test_tokens_are_not_counted_without_settings(tmp_path: Path) -> None:
+    (write_run(tmp_path / "a", lines()) / "config.yaml").unlink()
+    summary = summarize(sections([read_run(tmp_path / "a")])[0].groups)
+    assert isnan(summary.rows[0].tokens_per_second) and "tokens/s" not in by_name(summary)
 
 
 def test_differences_without_a_spread() -> None:
