@@ -53,7 +53,7 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
     Args:
         description: everything on which the arrays depend, as JSON values, with a short name under "kind".
 
-    Raises: UserError if the folder cannot be written.
+    Raises: UserError if the folder cannot be written, or memory does not suffice.
     """
     text = json.dumps({**description, "format": _FORMAT}, sort_keys=True)
     entry = folder / f"{description['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
@@ -68,7 +68,13 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
                 if is_locked:  # else a temporary folder may be that of a process that is still writing
                     for leftover in folder.glob(f"{entry.name}.*.tmp"):
                         shutil.rmtree(leftover, ignore_errors=True)
-                _store(entry, text, build())
+                try:
+                    _store(entry, text, build())
+                except MemoryError as error:
+                    raise UserError(
+                        f"the sample index of {description['kind']} needs too much memory ({error}); lower train_iters,"
+                        " eval_iters or global_batch_size"
+                    ) from error
                 arrays = _load(entry, text)
     if arrays is None:
         raise UserError(f"{entry} cannot be read back after it was written; check the file system of data_cache_path")

@@ -43,6 +43,12 @@ def test_built_once(tmp_path: Path) -> None:
     assert build.calls == 2 and len(list((tmp_path / "deep" / "cache").iterdir())) == 2
 
 
+def test_an_index_beyond_memory_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"index of test needs too much memory \(.*EiB.*lower train_iters"):
+        cached_arrays(tmp_path, DESCRIPTION, lambda: {"a": np.empty(1 << 60, dtype=np.uint8)})
+    load(tmp_path, Builder())
+
+
 @pytest.mark.parametrize("name", ["a.npy", "b.npy", "index.json"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "missing"])
 def test_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) -> None:
