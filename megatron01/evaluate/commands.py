@@ -16,7 +16,7 @@ from megatron01.config.commands import FillMaskConfig, GenerateConfig, Inference
 from megatron01.convert.formats import LoadedModel, load_model
 from megatron01.convert.portable import TokenizerFiles
 from megatron01.data.tokenizers import Tokenizer
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require
 from megatron01.evaluate.generation import (
     Sampling,
     continuation,
@@ -39,6 +39,7 @@ def generate(config: GenerateConfig) -> None:
     texts = list(config.text or ())
     if config.input is not None:
         texts = read_documents(str(config.input), by_line=True)
+        require(any(texts), f"input {config.input} holds no text; expected one to continue in each line")
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
     sampling = Sampling(greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)

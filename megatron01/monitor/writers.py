@@ -133,6 +133,7 @@ def _put_aside(path: Path) -> None:
     while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
     path.rename(aside)
+    print(f"WARNING: {path} is an earlier run's; it is called {aside.name} now", file=sys.stderr, flush=True)
 
 
 def _drop_lines_after(path: Path, iteration: int) -> None:

@@ -140,6 +140,7 @@ def test_perplexity(folder, tmp_path, capsys):
         (["generate", "--load", "gpt", "--text", "a" * 32], "32 tokens and the model 32 positions"),
         (["generate", "--load", "gpt", "--text", "a\udcff"], "not UTF-8"),
         (["generate", "--load", "gpt", "--input", "p.txt"], "input p.txt cannot be read"),
+        (["generate", "--load", "gpt", "--input", "/dev/null"], "input /dev/null holds no text"),
         (["perplexity", "--load", "gpt", "--input", "gpt/none"], "cannot be read"),
         (["perplexity", "--load", "gpt", "--input", "x", "--window", "33"], "window is 33; the model has 32"),
         (["perplexity", "--load", "gpt", "--input", "x", "--stride", "33"], "stride 33 is above the window of 32"),

@@ -136,10 +136,12 @@ def test_a_resume_does_not_guess_about_a_damaged_file(tmp_path: Path) -> None:
         JsonLinesWriter(path, resumed_iteration=2)
 
 
-def test_a_new_run_puts_an_earlier_runs_metrics_aside(tmp_path: Path) -> None:
+def test_a_new_run_puts_an_earlier_runs_metrics_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     for upto in (1, 2, 3):
         written(path, upto)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"WARNING: {path} is an earlier run's; it is called metrics-1.jsonl now" and "metrics-2" in second
     assert [iterations(tmp_path / name) for name in ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")] == [
         [1],
         [1, 2],
