@@ -62,7 +62,7 @@ class Estimate:
         iteration = iterations[0] if len(set(iterations)) == 1 else None
         found: dict[str, list[float]] = {}
         for number, value in enumerate(values):
-            found.setdefault((seeds and seeds[number]) or f"of run {number}", []).append(value)
+            found.setdefault((seeds[number] if seeds else "") or f"of run {number}", []).append(value)
         by_seed = {seed: fmean(of_seed) for seed, of_seed in found.items()}
         means = list(by_seed.values())
         spread = stdev(means) if len(means) > 1 else math.nan
