@@ -121,16 +121,16 @@ def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
     state = optimizer.state_dict()
     places = {name: (place.ranges, place.share) for name, place in optimizer.error_places().items()}
     rank, size = state["owner"]["rank"], state["owner"]["world_size"]
-    save = _gathered(uuid.uuid4().hex)[0]  # identifies this save in all its files
+    save = _gathered(uuid.uuid4().hex, optimizer)[0]  # identifies this save in all its files
     scale = None if scaler is None else scaler.state_dict()
     path = folder / f"replica_{rank}_of_{size}.pt"
     new = path.with_name(f"{path.name}.new")
-    with _error_on_all_replicas(), writing(path):
+    with _error_on_all_replicas(optimizer), writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         with open(new, "wb") as file:
             _write({**state, "error_places": places, "save": save, "grad_scaler": scale}, file)
         os.replace(new, path)
-    with _error_on_all_replicas(), writing(folder):
+    with _error_on_all_replicas(optimizer), writing(folder):
         for old, _, others in _saved(folder) if rank == 0 else []:
             if others != size:
                 old.unlink()
@@ -155,9 +155,9 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
             (the last was interrupted), or the state does not fit.
     """
     folder = Path(folder)
-    with _error_on_all_replicas():
+    with _error_on_all_replicas(optimizer):
         state = _read_own(optimizer, folder)
-    if len(set(_gathered(state["save"]))) > 1:
+    if len(set(_gathered(state["save"], optimizer))) > 1:
         raise UserError(_different_saves(folder), scope="job")
     optimizer.load_state_dict(state)
     if scaler is not None and scaler.is_enabled() and state.get("grad_scaler"):
@@ -233,24 +233,24 @@ def _different_saves(folder: Path) -> str:
 
 
 @contextmanager
-def _error_on_all_replicas() -> Iterator[None]:
+def _error_on_all_replicas(optimizer: FlatOptimizer) -> Iterator[None]:
     """Context manager that raises a UserError of one replica on all of them. Collective, at its end."""
     own: UserError | None = None
     try:
         yield
     except UserError as error:
         own = error
-    messages = [message for message in _gathered(None if own is None else str(own)) if message is not None]
+    messages = [message for message in _gathered(None if own is None else str(own), optimizer) if message is not None]
     if own is not None:
         raise own
     if messages:
         raise UserError(messages[0], scope="elsewhere")
 
 
-def _gathered(value: ValueT) -> list[ValueT]:
-    """All-gather of a picklable value, by rank. Collective."""
+def _gathered(value: ValueT, optimizer: FlatOptimizer) -> list[ValueT]:
+    """All-gather of a picklable value from the optimizer's processes, by rank. Collective."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(optimizer.process_group)
+    dist.all_gather_object(values, value, group=optimizer.process_group)
     return values

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +19,7 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron01.comm import (
@@ -322,12 +324,11 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "a parameter group sets lr; the schedule gives the learning rate: use lr_scale, a factor on it"
             )
         super().add_param_group(param_group)
-        if not 0 < param_group["lr_scale"] < math.inf:
-            raise UserError(f"a parameter group has lr_scale {param_group['lr_scale']}; expected a positive factor")
-        if not 0 <= param_group["weight_decay"] < math.inf:
-            raise UserError(
-                f"a parameter group has weight_decay {param_group['weight_decay']}; expected a number of at least 0"
-            )
+        scale, decay = param_group["lr_scale"], param_group["weight_decay"]
+        if not isinstance(scale, numbers.Real) or not 0 < float(scale) < math.inf:
+            raise UserError(f"a parameter group has lr_scale {scale!r}; expected a positive factor")
+        if not isinstance(decay, numbers.Real) or not 0 <= float(decay) < math.inf:
+            raise UserError(f"a parameter group has weight_decay {decay!r}; expected a number of at least 0")
 
     # Overridden by subclasses.
 
@@ -1006,7 +1007,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         While a delayed exchange is under way (``is_pending``), all replicas must call it together.
         """
         if self.is_pending and not isinstance(self._process_group, Topology):
-            safety.wait_for_all(self._topology, self.step_count)
+            safety.wait_for_all(self._topology, safety.ranks_of(self._process_group), self.step_count)
         return {
             "owner": safety.owner(self, self._topology, self._whole),
             "replicated": self.replicated_state(),
@@ -1115,6 +1116,12 @@ class FlatOptimizer(torch.optim.Optimizer):
     def schedule(self) -> Schedule:
         """Learning rate by step, as it was given."""
         return self._schedule
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """torch.distributed's group of the processes that share this optimizer; None for the default group."""
+        given = self._process_group
+        return getattr(given.world, "process_group", None) if isinstance(given, Topology) else given
 
     def show_learning_rates(self) -> None:
         """Write the learning rates of the coming step into the parameter groups, as ``step`` does."""

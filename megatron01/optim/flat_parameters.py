@@ -380,13 +380,13 @@ class FlatParameters:
                 self._view(index).zero_()
                 continue
             _check_gradient(parameter, gradient)
-            if main is not None:
+            if main is not None or gradient.dtype is torch.float32:
                 self._widen(index)
             view = self._view(index)
             view.copy_(gradient)
             if main is not None:
                 tensor.main_grad = view  # type: ignore[attr-defined]
-            elif view.dtype == tensor.dtype:
+            elif view.dtype == gradient.dtype:
                 tensor.grad = view
 
     def zero_gradients(self, set_to_none: bool) -> None:
@@ -427,7 +427,8 @@ class FlatParameters:
         if not self.has_weights(index):
             return
         if not self.sums_in_fp32:
-            if getattr(tensor, "main_grad", None) is None:
+            # a gradient with a graph (create_graph=True) may yet enter a loss
+            if getattr(tensor, "main_grad", None) is None and not gradient.requires_grad:
                 view = self._view(index)
                 if view.dtype == gradient.dtype:
                     view.copy_(gradient)
@@ -459,7 +460,7 @@ class FlatParameters:
         return view
 
     def _widen(self, index: int) -> None:
-        """Make the gradient buffer of this parameter's type fp32, as its ``main_grad`` is in use."""
+        """Make the gradient buffer of this parameter's type fp32, as ``main_grad`` or ``grad_dtype`` asks for."""
         buffers = self._buffers_of[index]
         if buffers.gradient_dtype == torch.float32:
             return
@@ -612,6 +613,10 @@ def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
             raise UserError(
                 f"parameter {parameter.name} is on {tensor.device} but {first.name} on {first.tensor.device}; "
                 "expected all on one device"
+            )
+        if tensor.is_inference() or torch.is_inference_mode_enabled():
+            raise UserError(
+                "the model or the optimizer was built in torch.inference_mode(); expected both outside of it"
             )
         if tensor.is_meta:
             raise UserError(

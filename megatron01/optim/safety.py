@@ -55,6 +55,11 @@ def require_group(process_group: object) -> None:
             f"process_group does not have this process (rank {dist.get_rank()}) in it: build the optimizer on the"
             " processes of the group alone"
         )
+    if process_group is not None and not isinstance(process_group, (Topology, dist.ProcessGroup)):
+        raise UserError(
+            f"process_group is of type {type(process_group).__name__}; expected a ProcessGroup (get_group() of a"
+            " DeviceMesh) or a Topology"
+        )
     if process_group is not None or (dist.is_available() and dist.is_initialized()):
         return
     environment = LaunchEnvironment.read(os.environ)
@@ -416,7 +421,7 @@ def check_owner(own: Mapping[str, Any], given: Mapping[str, Any], *, portable: b
         )
 
 
-def wait_for_all(topology: Topology, step: int) -> None:
+def wait_for_all(topology: Topology, ranks: Sequence[int] | None, step: int) -> None:
     """Wait until all replicas ask for their state, as finishing a delayed exchange is collective.
 
     Raises:
@@ -425,7 +430,7 @@ def wait_for_all(topology: Topology, step: int) -> None:
     if topology.world.size == 1 or not (dist.is_available() and dist.is_initialized()):
         return
     store = dist.distributed_c10d._get_default_store()
-    key, size = f"megatron01/state_dict/{step}", topology.world.size
+    key, size = f"megatron01/state_dict/{ranks}/{step}", topology.world.size  # other groups have other optimizers
     # state may be asked for again at a step: the count tells which round this is
     target = (store.add(key, 1) + size - 1) // size * size
     deadline = time.monotonic() + SETTLE_SECONDS

@@ -132,6 +132,10 @@ class CommonSettings:
         require_positive("max_grad_norm", self.max_grad_norm, none_is="no clipping")
         if self.clip_by not in ("mean", "local"):
             raise UserError(f"clip_by is {self.clip_by!r}; expected 'mean' or 'local'")
+        if isinstance(self.loss_scaler, torch.amp.GradScaler):
+            raise UserError(
+                "loss_scaler is torch's GradScaler; expected megatron01.LossScaler, or None and scaler.step(optimizer)"
+            )
         integer("max_skipped_steps", self.max_skipped_steps, least=1)
         if self.bucket_elements is not None:
             integer("bucket_elements", self.bucket_elements, least=1)

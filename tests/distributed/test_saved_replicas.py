@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron01.integrations import load_state, save_state
-from megatron01.optim import ZeroOneAdam
+from megatron01.optim import ZeroOneAdam, safety
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_misuse import OPTIONS, SCHEDULE, error_of, new_model, train
 
@@ -99,3 +99,29 @@ def fingerprint_alone(folder: Path) -> str:
 def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "replica_0_of_1.pt").write_bytes(content)
     assert "replica_0_of_1.pt is damaged, or save_state did not write it" in error_of(fingerprint_alone, tmp_path)
+
+
+def of_subgroups(rank: int, size: int, folder: Path) -> list[str]:
+    """Replicas 0 to 2, and 3 and 4, train a model each; only the first three save theirs."""
+    safety.SETTLE_SECONDS = 10.0
+    groups = [torch.distributed.new_group(ranks) for ranks in ([0, 1, 2], [3, 4])]
+    own = groups[rank // 3]
+    prints = []
+    for steps in (9, 0):
+        model = new_model()
+        optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE, **OPTIONS, delay=True, process_group=own)
+        train(model, optimizer, rank, 0, steps)
+        assert optimizer.is_pending == (steps > 0)
+        optimizer.state_dict()  # of both at the same step
+        if rank < 3 and steps:
+            save_state(optimizer, folder)
+        elif rank < 3:
+            load_state(optimizer, folder)
+        prints.append(optimizer.fingerprint())
+    torch.distributed.barrier()
+    return prints
+
+
+def test_groups_of_processes_save_on_their_own(tmp_path: Path) -> None:
+    for rank, (saved, loaded) in enumerate(run_ranks(of_subgroups, 5, tmp_path, timeout=60.0)):
+        assert (saved == loaded) == (rank < 3)

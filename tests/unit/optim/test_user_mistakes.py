@@ -192,9 +192,9 @@ def test_any_sequence_is_a_table_of_rates(make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["lr_scale", "weight_decay"])
-@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan])
-def test_groups_with_settings_out_of_range_are_refused(name: str, value: float) -> None:
-    with pytest.raises(UserError, match=f"group has {name} {value}; expected"):
+@pytest.mark.parametrize("value", [-1.0, math.inf, math.nan, None, "1e-2"])
+def test_groups_with_settings_out_of_range_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"group has {name} {value!r}; expected"):
         ZeroOneAdam([{"params": [nn.Parameter(torch.ones(4))], name: value}], 0.1)
 
 
@@ -229,6 +229,8 @@ def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
         ({"variance_kappa": 0}, "variance_kappa is 0"),
         ({"max_sync_interval": 8.0}, "max_sync_interval is 8.0; expected an int"),
         ({"variance_freeze_step": 0}, "variance_freeze_step is 0"),
+        ({"loss_scaler": torch.amp.GradScaler("cpu")}, "loss_scaler is torch's GradScaler; expected megatron01.LossSc"),
+        ({"process_group": "world"}, "process_group is of type str; expected a ProcessGroup"),
     ],
 )
 def test_arguments_out_of_range_are_refused(options: dict[str, Any], expected: str) -> None:
@@ -340,3 +342,21 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 def test_a_misspelt_policy_is_met_with_the_nearest(policy: str, hint: str) -> None:
     with pytest.raises(UserError, match=f"did you mean {hint}"):
         ZeroOneAdam([nn.Parameter(torch.ones(5))], 0.1, sync_policy=policy)
+
+
+def in_inference_mode_only_the_model() -> None:
+    with torch.inference_mode():
+        layer = nn.Linear(4, 4)
+    ZeroOneAdam(layer.parameters(), 0.1)
+
+
+def in_inference_mode_only_the_optimizer() -> None:
+    layer = nn.Linear(4, 4)
+    with torch.inference_mode():
+        ZeroOneAdam(layer.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("build", [in_inference_mode_only_the_model, in_inference_mode_only_the_optimizer])
+def test_what_is_built_in_inference_mode_is_refused(build: Any) -> None:
+    with pytest.raises(UserError, match="inference_mode"):
+        build()

@@ -361,3 +361,45 @@ def test_a_backward_pass_through_weights_that_have_moved_fails_as_with_torchs_op
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_a_penalty_on_gradients_has_a_gradient() -> None:
+    """``create_graph`` makes gradients that are functions of the weights, and stay so until the step."""
+    totals = []
+    for build in (lambda p: ZeroOneAdam(p, 1e-2), lambda p: torch.optim.SGD(p, 1e-2)):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+        optimizer = build(layer.parameters())
+        layer(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+        penalty = sum(parameter.grad.square().sum() for parameter in layer.parameters())
+        assert isinstance(penalty, torch.Tensor)
+        penalty.backward()
+        totals.append([parameter.grad.detach().clone() for parameter in layer.parameters()])
+        optimizer.step()
+    for one, other in zip(*totals, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_gradients_of_bf16_weights_may_be_summed_in_fp32_by_torch(computed: bool) -> None:
+    """``grad_dtype`` is torch's own way; ``main_grad`` holds the same sums, of which bf16 would lose the last one."""
+    weights = []
+    for dtype in (torch.float32, None):
+        weight, other = (nn.Parameter(torch.ones(4, dtype=torch.bfloat16)) for _ in range(2))
+        optimizer = ZeroOneAdam([weight, other], 1e-2, sync_policy="every")
+        total = torch.full((4,), 1.0 + 2.0**-12)
+        if dtype is None:
+            weight.main_grad = total.clone()  # type: ignore[attr-defined]
+        else:
+            weight.grad_dtype = dtype
+            if computed:
+                for part in (1.0, 2.0**-12):
+                    (weight * part).sum().backward()
+            else:
+                weight.grad = total.clone()
+        other.grad = torch.ones_like(other)
+        optimizer.step()
+        weights.append(optimizer.replica_state()["m"].clone())
+        optimizer.zero_grad()
+        assert weight.grad is None
+    assert torch.equal(*weights) and weights[0][0] > weights[0][1024]
