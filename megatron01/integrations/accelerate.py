@@ -31,7 +31,8 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     """``accelerator.prepare`` for a model, an optimizer of this package and other objects; returns them in order.
 
     Gradients stay local (no all-reduce). ``accelerator.save_state`` and ``load_state`` save and load the optimizer
-    state of every replica, in a folder that all machines must see, and the model with the replicated weights.
+    state of every replica, in a folder that all machines must see. They, ``save_model`` and ``get_state_dict`` use the
+    replicated weights.
     ``accelerator.clip_grad_norm_`` is refused: give the optimizer ``max_grad_norm``.
     """
     found = [find_optimizer(value) for value in objects]
@@ -55,6 +56,14 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         raise UserError("accelerator would clip each replica's own gradient; give the optimizer max_grad_norm instead")
 
     accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = refuse
+
+    def get_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        # copies: views of one buffer pass for tied weights, of which save_model keeps one
+        with ours[0].replicated_weights():
+            state = type(accelerator).get_state_dict(accelerator, *args, **kwargs)
+            return {name: value.clone() if hasattr(value, "clone") else value for name, value in state.items()}
+
+    accelerator.get_state_dict = get_state_dict
     return prepared
 
 
@@ -94,12 +103,9 @@ class _StateOfReplicas:
         self._holders.append(holder)
 
     def before_saving(self, models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-        """Save hook: write the state of each replica, and replace ``weights`` by the replicated weights."""
+        """Save hook: write the state of each replica."""
         save_state(self._optimizer, f"{folder}/{_FOLDER}", self._scaler)
         self._to_mark = list(self._holders)
-        with self._optimizer.replicated_weights():
-            for state in weights:
-                state.update({name: value.clone() for name, value in state.items() if hasattr(value, "clone")})
 
     def before_loading(self, models: list[Any], folder: str) -> None:
         self._folder = folder

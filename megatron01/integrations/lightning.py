@@ -6,7 +6,9 @@ from megatron01.integrations.lightning import CompressedFabricDDP  # Fabric(stra
 
 from __future__ import annotations
 
+import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,8 @@ from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 
 
 def _folder(path: Any) -> Path:
-    """The folder beside a checkpoint's file that holds the state of every replica."""
-    return Path(f"{path}.replicas")
+    """The folder beside a checkpoint's file, which may be a link to it, that holds the state of every replica."""
+    return Path(f"{os.path.realpath(path)}.replicas")
 
 
 def _scaler(precision: Any) -> torch.amp.GradScaler | None:
@@ -45,9 +47,9 @@ def _scaler(precision: Any) -> torch.amp.GradScaler | None:
 class CompressedDDP(DDPStrategy):
     """DDP strategy for Lightning's Trainer in which gradients stay local, and the optimizer communicates.
 
-    ``configure_optimizers`` returns an optimizer of this package, alone or with a ``ShownSchedule``. Validation, tests
-    and saved models use the replicated weights. Beside each checkpoint ``NAME.ckpt`` the folder ``NAME.ckpt.replicas``
-    holds the state of every replica; all machines must see it.
+    ``configure_optimizers`` returns an optimizer of this package, alone or with a ``ShownSchedule``. Validation and
+    saved models use the replicated weights, which the model keeps after training. Beside each checkpoint ``NAME.ckpt``
+    the folder ``NAME.ckpt.replicas`` holds the state of every replica; all machines must see it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -78,8 +80,15 @@ class CompressedDDP(DDPStrategy):
         assert self.model is not None
         keep_all_gradients_local(self.model)
 
+    @property
+    def _training(self) -> FlatOptimizer | None:
+        """The optimizer while ``fit`` runs: later the model may hold the weights of a checkpoint, to be evaluated."""
+        assert self.lightning_module is not None
+        state = self.lightning_module.trainer.state
+        return self._ours if state.fn == "fit" and not state.finished else None
+
     def _enter(self) -> None:
-        if (ours := self._ours) is not None and self._consensus is None:
+        if (ours := self._training) is not None and self._consensus is None:
             self._consensus = ours.replicated_weights()
             self._consensus.__enter__()
 
@@ -88,13 +97,19 @@ class CompressedDDP(DDPStrategy):
             consensus, self._consensus = self._consensus, None
             consensus.__exit__(None, None, None)
 
-    on_validation_start = on_test_start = on_predict_start = _enter
-    # on_train_start: in case that a validation was interrupted
-    on_validation_end = on_test_end = on_predict_end = on_train_start = _leave
+    on_validation_start = _enter
+    on_validation_end = on_train_start = _leave  # also after an interrupted validation
+
+    def on_train_end(self) -> None:
+        """Leave the replicated weights in the model, unless a callback has put others there (averages of weights)."""
+        super().on_train_end()
+        assert self.lightning_module is not None
+        with suppress(UserError):
+            self.lightning_module.load_state_dict(self.lightning_module_state_dict())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state dict, with the replicated weights."""
-        ours = self._ours
+        """The model's state dict, with the replicated weights while ``fit`` runs."""
+        ours = self._training
         if ours is None or self._consensus is not None:
             return super().lightning_module_state_dict()
         with ours.replicated_weights():
@@ -120,12 +135,6 @@ class CompressedDDP(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._loaded_from = checkpoint_path
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-
-    def load_model_state_dict(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        super().load_model_state_dict(checkpoint, *args, **kwargs)
-        assert self.lightning_module is not None
-        if (ours := self._ours) is not None and not self.lightning_module.trainer.training:
-            ours.reload_weights()  # after training, to validate, test or predict with what has been loaded
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):

@@ -178,8 +178,11 @@ def loader(rank: int, size: int) -> Any:
 
 def accelerate(folder: Path, resume: bool) -> dict[str, Any]:
     from accelerate import Accelerator
+    from safetensors.torch import load_file
 
     from megatron01.integrations.accelerate import prepare
+
+    exported = []  # sum of the replicated weights when the model was saved, and of what was saved
 
     def run(first: int, last: int) -> Any:
         precision = "no" if FP16 else "bf16"
@@ -200,13 +203,19 @@ def accelerate(folder: Path, resume: bool) -> dict[str, Any]:
                 prepared.zero_grad()
             if accelerator.sync_gradients and optimizer.step_count == SAVED and not first:
                 accelerator.save_state(str(folder / "state"))
+            if accelerator.sync_gradients and optimizer.step_count == SAVED - 1 and not first:
+                accelerator.save_model(wrapped, str(folder / "model"))
+                accelerator.wait_for_everyone()
+                exported.append(outcome(optimizer, model, accelerator.scaler)["weights"])
             if optimizer.step_count == last:
                 break
         return model, outcome(optimizer, model, accelerator.scaler)
 
     model, framework = run(0, STEPS)
     found = {"framework": framework, "bare": bare(model.seen, None, OPTIONS, SCHEDULE)}
-    return {**found, "resumed": run(SAVED, STEPS)[1]}
+    saved = load_file(folder / "model" / "model.safetensors")
+    exported.append(float(sum(saved[name].double().sum() for name in model.state_dict())))
+    return {**found, "exported": exported[-2:], "resumed": run(SAVED, STEPS)[1]}
 
 
 def lightning(folder: Path, resume: bool) -> dict[str, Any]:
@@ -229,7 +238,7 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
             self.log("val", self.model(**batch)["loss"], sync_dist=True)
 
         def test_step(self, batch: Any, _: int) -> None:
-            self.tested = {name: value.clone() for name, value in self.state_dict().items()}
+            self.log("test", self.model(**batch)["loss"], sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             optimizer = Counted(self.model.named_parameters(), SCHEDULE, **OPTIONS)
@@ -240,7 +249,8 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
         arithmetic: dict[str, Any] = {"precision": "bf16-mixed"}
         if FP16:
             arithmetic = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
-        module, saves = Module(), ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=SAVED, save_top_k=-1)
+        often: dict[str, Any] = {"every_n_train_steps": SAVED, "save_top_k": -1, "save_last": "link"}
+        module, saves = Module(), ModelCheckpoint(folder / "saved", "{step}", **often)
         fitting = pl.Trainer(
             accelerator="cpu",
             devices=int(os.environ["WORLD_SIZE"]),
@@ -258,19 +268,25 @@ def lightning(folder: Path, resume: bool) -> dict[str, Any]:
         )
         loaders = [torch.utils.data.DataLoader(Data(), batch_size=BATCH) for _ in range(2)]
         fitting.fit(module, *loaders, ckpt_path=checkpoint)
-        return module.model, outcome(module.optimizers(use_pl_optimizer=False), module.model, scaler), fitting
+        return module, outcome(module.optimizers(use_pl_optimizer=False), module.model, scaler), fitting
 
-    model, framework, fitting = run("whole", None)
+    module, framework, fitting = run("whole", None)
+    model = module.model
     found: dict[str, Any] = {"framework": framework}
     found["val"] = float(fitting.callback_metrics["val"])
     lines = [line.split(",") for line in (folder / "whole" / "version_0" / "metrics.csv").read_text().splitlines()]
     found["logged"] = [float(line[1]) for line in lines[1:] if line[1]][ACCUMULATION - 1 :: ACCUMULATION]
     found["bare"] = bare(model.seen, None, OPTIONS, SCHEDULE)
+    found["resumed"] = run("again", str(folder / "saved" / "last.ckpt"))[1]
+    # a checkpoint is tested with its own weights, although the optimizer is there still
     saved = str(folder / "saved" / f"step={SAVED}.ckpt")
-    fitting.test(fitting.lightning_module, torch.utils.data.DataLoader(Data(), batch_size=BATCH), ckpt_path=saved)
-    weights, tested = torch.load(saved, weights_only=False)["state_dict"], fitting.lightning_module.tested
-    found["tests_what_is_loaded"] = all(torch.equal(value, tested[name]) for name, value in weights.items())
-    return {**found, "resumed": run("again", saved)[1]}
+    weights = torch.load(saved, weights_only=True)["state_dict"]
+    tests = torch.utils.data.DataLoader(Data(), batch_size=BATCH)
+    found["tests"] = [fitting.test(module, tests, ckpt_path=saved, verbose=False)[0]["test"]]
+    found["untouched"] = all(torch.equal(value, weights[name]) for name, value in module.state_dict().items())
+    module.load_state_dict(weights)
+    found["tests"] += [fitting.test(module, tests, verbose=False)[0]["test"]]
+    return found
 
 
 def fabric(folder: Path, resume: bool) -> dict[str, Any]:
