@@ -149,8 +149,8 @@ class CompressedFabricDDP(FabricDDPStrategy):
     """DDP strategy for Fabric in which gradients stay local, and the optimizer communicates.
 
     ``fabric.save`` and ``fabric.load`` keep the state of every replica in the folder ``PATH.replicas``, and the model
-    with the replicated weights. Evaluate inside ``optimizer.replicated_weights()``; clip by the optimizer's
-    ``max_grad_norm``, not by ``fabric.clip_gradients``.
+    with the replicated weights. Evaluate, and save a model alone, inside ``optimizer.replicated_weights()``; clip by
+    the optimizer's ``max_grad_norm``, not by ``fabric.clip_gradients``.
     """
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
