@@ -135,6 +135,7 @@ class FlatParameters:
         self._weight_views: list[Tensor] = []
         self._gradient_views: list[Tensor | None] = [None] * len(self.parameters)
         self._summed = np.zeros(len(self.parameters), bool)
+        self._gathered: set[int] = set()  # by blocks since all were: means may have replaced them in the buffers
         self.sums_in_fp32 = False
         self.samples_weights = False
         self._adopt_weights()
@@ -339,9 +340,12 @@ class FlatParameters:
             start = dtypes.index(dtype)
             first, last = (int(self.first_block[i]) for i in (start, start + dtypes.count(dtype)))
             weights = torch.zeros((last - first) * size, dtype=dtype, device=self.device)
-            self._buffers.append(_Buffers(first, last, weights, dtype))
-            self._buffers_of += [self._buffers[-1]] * dtypes.count(dtype)
-            for index in range(start, start + dtypes.count(dtype)):
+            own = range(start, start + dtypes.count(dtype))
+            # torch's own way to accumulate in fp32 (grad_dtype); it is None where any type will do
+            is_wide = any(getattr(self.tensors[index], "grad_dtype", dtype) is torch.float32 for index in own)
+            self._buffers.append(_Buffers(first, last, weights, torch.float32 if is_wide else dtype))
+            self._buffers_of += [self._buffers[-1]] * len(own)
+            for index in own:
                 tensor = self.parameters[index].tensor
                 view = weights.as_strided(tensor.size(), tensor.stride(), (int(self.first_block[index]) - first) * size)
                 view.copy_(tensor.detach())
@@ -369,7 +373,8 @@ class FlatParameters:
         Raises:
             UserError: if a gradient is sparse, or of another shape, device, or a type that is none of ``DTYPES``.
         """
-        for index in range(len(self.parameters)) if blocks is None else self.parameters_in(blocks):
+        indices = range(len(self.parameters)) if blocks is None else self.parameters_in(blocks)
+        for index in [index for index in indices if index not in self._gathered]:
             parameter, view = self.parameters[index], self._gradient_views[index]
             tensor = parameter.tensor
             main = getattr(tensor, "main_grad", None)
@@ -388,6 +393,7 @@ class FlatParameters:
                 tensor.main_grad = view  # type: ignore[attr-defined]
             elif view.dtype == gradient.dtype:
                 tensor.grad = view
+        self._gathered = set() if blocks is None else self._gathered.union(indices)
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """Clear ``grad`` and ``main_grad``; with ``set_to_none``, also ``release_gradients``."""

@@ -329,6 +329,31 @@ def test_main_grad_keeps_what_bf16_loses() -> None:
     assert run_ranks(main_grad_of_bf16, 2) == [(320.0, 256.0)] * 2
 
 
+def some_gradients_in_fp32(rank: int, size: int) -> list[list[str]]:
+    """Fingerprints with and without ``attach`` of a bf16 model in which two weights' gradients are fp32."""
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(12, 12) for _ in range(6)]).bfloat16()
+        for layer in (0, 2):
+            model[layer].weight.grad_dtype = torch.float32  # type: ignore[union-attr]
+        optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE, bucket_elements=64, block_size=32)
+        module = optimizer.attach(model) if attached else model
+        found.append([])
+        for step in range(20):
+            inputs = batch(rank, step)[0].bfloat16()
+            (module(inputs) - inputs).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found[-1].append(optimizer.fingerprint())
+    return found
+
+
+def test_gradients_that_are_no_views_are_not_taken_again_once_they_are_sent() -> None:
+    (plain, attached), other = run_ranks(some_gradients_in_fp32, 2)
+    assert [plain, attached] == other and plain == attached
+
+
 def never_used(rank: int, size: int) -> dict[str, Any]:
     model = network()
     unused = nn.Linear(33, 7)
