@@ -86,8 +86,7 @@ _OF_CHECKPOINTS = {
 def checkpoint(argv: Sequence[str], prog: str) -> None:
     """``megatron01 checkpoint``: runs a sub-command.
 
-    Raises:
-        UserError: for a wrong command line, a folder without checkpoints, or one that is damaged.
+    Raises UserError for a wrong command line, a folder without checkpoints, or one that is damaged.
     """
     dispatch(_OF_CHECKPOINTS, argv, prog, arguments="FOLDER")
 

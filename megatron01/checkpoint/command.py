@@ -100,8 +100,7 @@ def verify(folder: str) -> None:
 def _checkpoints(folder: str) -> tuple[Path, list[tuple[int, Path]]]:
     """The folder of checkpoints and the iterations and places of those in it, or of the one that ``folder`` names.
 
-    Raises:
-        UserError: if there is none.
+    Raises UserError if there is none.
     """
     path, newest = locate(folder)
     saved = [newest] if iteration_path(folder) is not None else iterations(path) or [newest]

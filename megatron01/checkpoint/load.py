@@ -44,15 +44,13 @@ def load_checkpoint(
     """Read a checkpoint of the same layout into existing tensors. Collective.
 
     Temporary memory: the largest of the tensors at most. Nothing is read into them before the whole checkpoint has been
-    found to fit; nothing in it is ever executed. Hashes are not verified again: ``choose_start`` has done so.
+    found to fit; nothing in it is ever executed. Hashes are not verified again: ``choose_start`` has done so. Raises
+    UserError on every rank, if the checkpoint is damaged or lacks a tensor.
 
     Args:
         checkpoint, metadata: as ``open_checkpoint`` returns them.
         replicated: tensors that are the same bits on all replicas; overwritten.
         replica: this rank's own; overwritten.
-
-    Raises:
-        UserError: on every rank, if the checkpoint is damaged or lacks a tensor.
     """
     size = metadata.tensor_model_parallel_size
     with failing_together(group, "loading the checkpoint"):
@@ -91,10 +89,8 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     """Folder and iteration of the checkpoint to resume from, or None to start anew. Collective.
 
     The ranks share the hashing of the files. With ``on_damaged_checkpoint = older``, damaged checkpoints are skipped,
-    unless one was named explicitly; notes on those skipped are returned as well.
-
-    Raises:
-        UserError: on every rank, if there should be a checkpoint but none is intact.
+    unless one was named explicitly; notes on those skipped are returned as well. Raises UserError on every rank, if
+    there should be a checkpoint but none is intact.
     """
     with failing_together(group, "starting"):
         start, notes = starting_point(config)
@@ -135,11 +131,9 @@ def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> 
 def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
     """Folder and iteration of the checkpoint to resume from, not verified, or None to start anew; and notes on it.
 
-    It is the one in the tracker file; where that is lost but checkpoints are there, the newest of those.
-
-    Raises:
-        UserError: if the checkpoint asked for is not there, or if the run would write its checkpoints among those of
-            another run.
+    It is the one in the tracker file; where that is lost but checkpoints are there, the newest of those. Raises
+    UserError if the checkpoint asked for is not there, or if the run would write its checkpoints among those of another
+    run.
     """
     folder = config.save if config.load == "auto" else config.load
     start, notes = (None, []) if folder is None else _newest_in(folder, config)
@@ -191,13 +185,11 @@ def _check(checkpoint: Path, group: ReplicaGroup) -> None:
 def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
     """Roll back to the newest intact checkpoint of at most ``latest`` steps, and delete all later ones. Collective.
 
-    The tracker file names it before others are deleted.
+    The tracker file names it before others are deleted. Raises UserError on every rank, if there is none; nothing is
+    then removed.
 
     Returns:
         Its iteration.
-
-    Raises:
-        UserError: on every rank, if there is none; nothing is then removed.
     """
     with failing_together(group, "looking for a checkpoint"):
         candidates = [saved for saved in iterations(folder) if saved <= latest]

@@ -36,8 +36,7 @@ def describe_file(path: Path) -> StoredFile:
 def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Iterable[str]) -> None:
     """Read the files ``names`` of a checkpoint and compare their hashes.
 
-    Raises:
-        UserError: naming the first file that cannot be read or differs.
+    Raises UserError naming the first file that cannot be read or differs.
     """
     for name in names:
         path = checkpoint / name
@@ -135,8 +134,7 @@ def remove(folder: Path, iteration: int) -> None:
 def read_tracker(folder: Path) -> int | None:
     """Iteration of the newest complete checkpoint in ``folder``, or None if the folder holds none.
 
-    Raises:
-        UserError: if the tracker file is there but does not hold an iteration.
+    Raises UserError if the tracker file is there but does not hold an iteration.
     """
     tracker = folder / TRACKER_NAME
     try:
@@ -164,10 +162,8 @@ def iteration_path(load: str) -> Path | None:
 def locate(load: str) -> tuple[Path, int]:
     """Folder and iteration that ``load`` names: a folder of checkpoints (its newest), or one ``iter_...`` folder.
 
-    The newest is the one in the tracker file, which a copy may lack; then that of the most iterations.
-
-    Raises:
-        UserError: if there is no complete checkpoint at that place.
+    The newest is the one in the tracker file, which a copy may lack; then that of the most iterations. Raises UserError
+    if there is no complete checkpoint at that place.
     """
     path = Path(load)
     if not path.is_dir():
@@ -266,8 +262,7 @@ class CheckpointMetadata:
     def check_continues(self, current: CheckpointMetadata, checkpoint: Path) -> None:
         """Check that a run described by ``current`` can resume from this checkpoint, on the same or another layout.
 
-        Raises:
-            UserError: naming the first difference and what to do about it.
+        Raises UserError naming the first difference and what to do about it.
         """
         if self.optimizer == WEIGHTS_ALONE:
             raise UserError(
@@ -309,10 +304,8 @@ def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str,
 def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     """Read ``metadata.json`` of a checkpoint and check that its files have their recorded size.
 
-    Whatever it holds, the result is of the declared types, and its files lie inside of the folder.
-
-    Raises:
-        UserError: if the folder, a file or an entry is missing, truncated, or of another format version.
+    Whatever it holds, the result is of the declared types, and its files lie inside of the folder. Raises UserError if
+    the folder, a file or an entry is missing, truncated, or of another format version.
     """
     path = checkpoint / METADATA_NAME
     if not checkpoint.is_dir():
@@ -344,8 +337,7 @@ def open_checkpoint(
 ) -> tuple[Path, CheckpointMetadata]:
     """The folder of a checkpoint that a run described by ``current`` resumes from, and its metadata. Collective.
 
-    Raises:
-        UserError: on every rank, if it is missing, damaged, or does not fit this run.
+    Raises UserError on every rank, if it is missing, damaged, or does not fit this run.
     """
     checkpoint = existing_folder(Path(folder), iteration)
     with failing_together(group, "loading the checkpoint"):

@@ -138,14 +138,12 @@ def load_average(
     """Read the average of all saved replicas' states into existing tensors. Collective.
 
     ``readers`` divide the saved ranks among themselves and all-reduce what they have read. Temporary memory: the state
-    of the largest parameter. Nothing is read before the checkpoint has been found to fit.
+    of the largest parameter. Nothing is read before the checkpoint has been found to fit. Raises UserError on every
+    rank, if the checkpoint is damaged, or lacks a tensor.
 
     Args:
         checkpoint, metadata: as ``open_checkpoint`` returns them.
         layout: the elements of parameters that this process holds.
-
-    Raises:
-        UserError: on every rank, if the checkpoint is damaged, or lacks a tensor.
     """
     with failing_together(group, "loading the checkpoint"):
         saved = SavedState(checkpoint, metadata, layout)
@@ -171,12 +169,11 @@ def load_average(
 class SavedState:
     """The named state in a checkpoint, of all ranks that wrote it; ``layout``: the elements that this rank needs.
 
+    Raises UserError if a file is damaged, or an entry is malformed.
+
     Attributes:
         tensors: for each saved rank, the tensors in its file, by name.
         num_copies: saved ranks that held the same elements, with different m and u.
-
-    Raises:
-        UserError: if a file is damaged, or an entry is malformed.
     """
 
     def __init__(self, checkpoint: Path, metadata: CheckpointMetadata, layout: ShardLayout) -> None:
@@ -206,8 +203,7 @@ class SavedState:
     def require(self, piece: StateSlice, copies: int) -> None:
         """Check that the checkpoint holds each element of a slice ``copies`` times.
 
-        Raises:
-            UserError: if it does not, or in another dtype than the slice's.
+        Raises UserError if it does not, or in another dtype than the slice's.
         """
         first, last = piece.first, piece.first + piece.tensor.numel()
         if self._is_repartitioned:

@@ -281,8 +281,7 @@ class CheckpointWriter:
     def report(self) -> None:
         """Report the result of a save that has ended, if any. Does not wait; not collective.
 
-        Raises:
-            LostReplica: if the save ended with it.
+        Raises LostReplica if the save ended with it.
         """
         if self._saving is None or self.is_busy:
             return
@@ -297,8 +296,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for a save in progress and report its result. Collective.
 
-        Raises:
-            LostReplica: on every rank that is left, if one is lost meanwhile.
+        Raises LostReplica on every rank that is left, if one is lost meanwhile.
         """
         self._wait_for_all()
         self.report()

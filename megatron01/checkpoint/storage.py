@@ -97,9 +97,8 @@ class StoredTensor:
 def damage_named(path: Path, what: str = "") -> Iterator[None]:
     """Context in which a file or entry of a checkpoint is used, which may hold anything.
 
-    Raises:
-        UserError: naming ``path``, and ``what`` in it, if it cannot be read, or for errors that bad content causes; the
-            loss of a replica passes through.
+    Raises UserError naming ``path``, and ``what`` in it, if it cannot be read, or for errors that bad content causes;
+    the loss of a replica passes through.
     """
     try:
         yield
@@ -125,10 +124,7 @@ def file_of_rank(rank: int) -> str:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> StoredFile:
     """Write a new safetensors file and flush it to disk (fsync); returns its size and hash.
 
-    Contiguous CPU tensors are not copied; others are, one at a time.
-
-    Raises:
-        OSError: if it cannot be written.
+    Contiguous CPU tensors are not copied; others are, one at a time. Raises OSError if it cannot be written.
     """
     assert sys.byteorder == "little"
     format_names = {dtype: name for name, dtype in _FORMAT_NAMES.items()}
@@ -170,8 +166,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name; each is checked to lie inside of the file.
 
-    Raises:
-        UserError: if it cannot be read, or is damaged.
+    Raises UserError if it cannot be read, or is damaged.
     """
     with damage_named(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -198,10 +193,8 @@ def _stored_tensor(file: str, entry: Mapping[str, Any], start: int, size: int) -
 def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:
     """Read tensors in place that ``check_tensors`` has found to fit. Not collective.
 
-    Tensors on a GPU, of another dtype than was stored, or not contiguous, need memory for a copy of the largest.
-
-    Raises:
-        UserError: if a file cannot be read or is too short.
+    Tensors on a GPU, of another dtype than was stored, or not contiguous, need memory for a copy of the largest. Raises
+    UserError if a file cannot be read or is too short.
     """
     in_order = sorted(tensors, key=lambda name: (stored[name].file, stored[name].offset))
     for file_name, names in itertools.groupby(in_order, key=lambda name: stored[name].file):
@@ -229,10 +222,8 @@ def _read(file: FileIO, place: StoredTensor, tensor: Tensor) -> None:
 def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor], checkpoint: Path) -> None:
     """Check that the checkpoint holds every one of ``tensors`` in the same shape and dtype.
 
-    fp32 and bf16 are interchangeable: an optimizer's state may be kept in either.
-
-    Raises:
-        UserError: naming the first tensor that is missing or differs.
+    fp32 and bf16 are interchangeable: an optimizer's state may be kept in either. Raises UserError naming the first
+    tensor that is missing or differs.
     """
     for name, tensor in tensors.items():
         if name not in stored:

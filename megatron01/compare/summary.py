@@ -185,16 +185,13 @@ def summarize(
     smoothing: int | None = None,
     freeze_step: int | None = None,
 ) -> Summary:
-    """The numbers of groups that can be compared.
+    """The numbers of groups that can be compared. Raises UserError if no group's label starts with ``baseline``.
 
     Args:
         baseline: label, or beginning of one; None: Adam, else 1-bit Adam, else the first.
         target: loss that speed-ups are about; None: the lowest that all runs and means reach.
         smoothing: lines that training losses are averaged over.
         freeze_step: full steps of the 1-bit Adam that traffic is compared with, if no run of it is shown.
-
-    Raises:
-        UserError: if no group's label starts with ``baseline``.
     """
     base = _baseline(groups, baseline)
     smoothed = partial(train_loss, lines=smoothing)

@@ -48,14 +48,12 @@ def parse(
     Defaults are overridden by the ``--config`` files in their order, key by key, these by the ``other_files`` file, and
     these by flags. The result is checked as a whole, so a flag may mend what would contradict in a file alone.
     ``--help`` (with the --config files' values as defaults) and ``--print-config`` print and raise SystemExit(0).
+    Raises UserError for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
 
     Args:
         config_class: a dataclass, of sections or flat; its field docstrings are the help.
         argv: without the program's name.
         other_files: reads settings files of another program.
-
-    Raises:
-        UserError: for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
     """
     try:
         settings = Settings(config_class)
@@ -262,8 +260,7 @@ def dispatch(
 ) -> int | None:
     """Run the one of ``commands`` that the first argument names, or list them; returns the exit status.
 
-    Raises:
-        UserError: if there is no such command, and what the command raises.
+    Raises UserError if there is no such command, and what the command raises.
     """
     if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, commands))

@@ -118,14 +118,11 @@ class Setting:
         return f"a list, each {expected}" if self.is_list else expected
 
     def convert(self, given: str | Sequence[str] | None, where: str) -> Any:
-        """The value that ``given`` stands for.
+        """The value that ``given`` stands for. Raises UserError if it has not the type of this setting.
 
         Args:
             given: text, a list of texts, or None for YAML's null.
             where: the flag, or the file, line and key, for the message.
-
-        Raises:
-            UserError: if it has not the type of this setting.
         """
         single = given[0] if self.is_list and isinstance(given, (list, tuple)) and len(given) == 1 else given
         if given is None or (self.optional and isinstance(single, str) and single.lower() in _NONE):
@@ -220,8 +217,7 @@ class Settings(Generic[ConfigT]):
     def build(self, values: Mapping[str, Any]) -> ConfigT:
         """The configuration with the defaults replaced by ``values`` (key -> value), checked as a whole.
 
-        Raises:
-            UserError: if a setting without default is not given, or what the configuration classes raise.
+        Raises UserError if a setting without default is not given, or what the configuration classes raise.
         """
         for setting in self.by_key.values():
             if setting.default is MISSING and setting.key not in values:

@@ -124,8 +124,7 @@ class TrainingConfig(Bounded):
     def resolved_global_batch_size(self, num_replicas: int) -> int:
         """Sequences in one step over all replicas.
 
-        Raises:
-            UserError: if micro-batch size x replicas does not divide the global batch size.
+        Raises UserError if micro-batch size x replicas does not divide the global batch size.
         """
         samples_per_pass = self.micro_batch_size * num_replicas
         if self.global_batch_size is None:

@@ -122,8 +122,7 @@ class OptimizerSpec:
 def find_optimizer(name: str) -> OptimizerSpec:
     """The spec of an optimizer: one of ``OPTIMIZERS``, or ``package.module.Class``.
 
-    Raises:
-        UserError: if there is none of this name.
+    Raises UserError if there is none of this name.
     """
     if name in OPTIMIZERS:
         return import_module("megatron01.optim.specs").SPECS[name]  # type: ignore[no-any-return]
@@ -141,8 +140,7 @@ EXPECTED = f"one of {', '.join(OPTIMIZERS)}, or package.module.Class"
 def load_class(name: str) -> Any:
     """The class that ``package.module.Class`` names.
 
-    Raises:
-        UserError: if the module is not found or has no such class.
+    Raises UserError if the module is not found or has no such class.
     """
     require(
         all(part.isidentifier() for part in name.split(".")), f"optimizer is {name!r}; expected package.module.Class"
@@ -182,8 +180,7 @@ def label_of(name: str) -> str:
 def own_arguments(config: OptimizerConfig) -> Any:
     """The settings class of the optimizer with the values of ``optimizer_arguments``; None if it has no such class.
 
-    Raises:
-        UserError: for an argument that is not ``name=value``, unknown, or of the wrong type.
+    Raises UserError for an argument that is not ``name=value``, unknown, or of the wrong type.
     """
     settings_class = find_optimizer(config.optimizer).settings_class
     if settings_class is None:

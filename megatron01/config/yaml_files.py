@@ -43,12 +43,11 @@ def shipped_configs() -> list[str]:
 def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str, Any]:
     """The values that a file sets, as key -> typed value (``{"optimizer.lr": 1e-4}``).
 
+    Raises UserError if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key
+    twice, or a value of the wrong type.
+
     Args:
         path: of the file, or the name of a shipped one: see ``find_config``.
-
-    Raises:
-        UserError: if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key twice,
-            or a value of the wrong type.
     """
     return parse_yaml(read_config(path, "config file"), settings, source=str(path))
 

@@ -16,16 +16,13 @@ _INSTALL = "install NVIDIA's from https://github.com/NVIDIA/apex with its CUDA e
 
 
 def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str) -> bool:
-    """True if a module of apex is to be used.
+    """True if a module of apex is to be used. Raises UserError if apex is chosen and does not work here.
 
     Args:
         choice: auto uses it if it works here.
         setting: name of the setting, for messages.
         module: of apex, such as ``apex.normalization``.
         extension: compiled module that it needs.
-
-    Raises:
-        UserError: if apex is chosen and does not work here.
     """
     if choice == "torch":
         return False

@@ -33,8 +33,7 @@ from megatron01.utils.precision import DTYPES, require_support, takes_gpu
 def checkpoints_of_run(path: Path) -> Path | None:
     """The checkpoint folder of the run whose ``--run-dir`` is ``path``; None if ``path`` is not a run's folder.
 
-    Raises:
-        UserError: if the run saved no checkpoints, or they are not where its settings say.
+    Raises UserError if the run saved no checkpoints, or they are not where its settings say.
     """
     if not (path / "config.yaml").is_file() or not (path / "environment.json").is_file():
         return None
@@ -59,15 +58,12 @@ def _own_checkpoints(path: Path) -> Path | None:
 
 
 def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
-    """Read a model of any known format.
+    """Read a model of any known format. Raises UserError if there is no model, or it cannot be read or used.
 
     Args:
         load: a checkpoint of megatron01, a folder of them or of a run, a folder of Hugging Face transformers, or a
             checkpoint of Megatron-LM.
         tokenizer: used in place of the model's own.
-
-    Raises:
-        UserError: if there is no model, or it cannot be read or used.
     """
     try:
         return _read_model(load, tokenizer)
@@ -101,12 +97,11 @@ _WRITTEN = re.compile(
 def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
     """Atomic write of a folder: a temporary folder to fill, renamed to ``final`` at the end, removed after an error.
 
+    Raises UserError if ``final`` exists and may not be replaced, or cannot be written.
+
     Args:
         final: must not exist, but as an empty folder, or with ``overwrite``.
         overwrite: replace a folder that holds only files that a conversion writes.
-
-    Raises:
-        UserError: if ``final`` exists and may not be replaced, or cannot be written.
     """
     final = Path(os.path.realpath(final))  # the target of a symbolic link
     _check_free(final, overwrite=overwrite)
@@ -202,8 +197,7 @@ def load_model(
 def convert(config: ConvertConfig) -> None:
     """Read a model and write it in another format; prints what was converted.
 
-    Raises:
-        UserError: if it cannot be read or written.
+    Raises UserError if it cannot be read or written.
     """
     final = Path(config.output)
     with new_folder(final, overwrite=config.overwrite) as folder:

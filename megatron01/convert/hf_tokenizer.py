@@ -78,11 +78,10 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
 def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
     """The tokenizer of a folder of transformers; of megatron01's own types if possible, so that fingerprints agree.
 
+    Raises UserError if a file cannot be read.
+
     Args:
         model_type: as in its ``config.json``.
-
-    Raises:
-        UserError: if a file cannot be read.
     """
     names = {path.name for path in folder.iterdir()}
     if model_type == "gpt2" and {"vocab.json", "merges.txt"} <= names:
@@ -109,8 +108,7 @@ def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
 def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
     """Copy the files of a tokenizer into a new folder; returns their names there by setting.
 
-    Raises:
-        UserError: if one cannot be copied.
+    Raises UserError if one cannot be copied.
     """
     names = {}
     try:
@@ -209,8 +207,7 @@ class _Piece:
 def _definition_of(model: bytes) -> str:
     """The ``tokenizer.json`` of a ``.model`` file that the sentencepiece library has read.
 
-    Raises:
-        _NotExpressible: if the tokenizers library cannot express it.
+    Raises _NotExpressible if the tokenizers library cannot express it.
     """
     fields = list(_fields(model))
     pieces = [_piece(value) for number, value in fields if number == 1 and isinstance(value, bytes)]
@@ -231,8 +228,7 @@ def _definition_of(model: bytes) -> str:
 def _require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> None:
     """Check on texts made of all pieces that the definition gives the same ids as the tokenizer.
 
-    Raises:
-        _NotExpressible: if it does not.
+    Raises _NotExpressible if it does not.
     """
     ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_control(token)]
     texts = [_ODD_TEXT, *(tokenizer.decode(ids[start : start + 16]) for start in range(0, len(ids), 16))]

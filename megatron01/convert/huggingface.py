@@ -209,8 +209,7 @@ def to_hf_config(
 def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
     """``model_type``, a key of ``_ARCHITECTURES``; inferred from other entries in files of 2019, which have none.
 
-    Raises:
-        UserError: if the type is not supported, or cannot be inferred.
+    Raises UserError if the type is not supported, or cannot be inferred.
     """
     kind = entries.get("model_type")
     if isinstance(kind, str) and kind in _ARCHITECTURES:
@@ -242,11 +241,10 @@ def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
     """Model settings and vocabulary size for the entries of a ``config.json``.
 
+    Raises UserError if the model is not supported, or an entry is missing or not a number.
+
     Args:
         source: the file, for messages.
-
-    Raises:
-        UserError: if the model is not supported, or an entry is missing or not a number.
     """
     kind = _model_type_in(entries, source)
     architecture = _ARCHITECTURES[kind]
@@ -295,14 +293,11 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
     """Names and tensors of a file of transformers, one after the other; tied tensors once.
 
     For a BERT without a sentence-pair head, those of the ``...ForMaskedLM`` class: no pooler, no
-    ``cls.seq_relationship``.
+    ``cls.seq_relationship``. Raises UserError if a tensor is missing or unexpected.
 
     Args:
         weights: ``GPT2.state_dict()`` or ``Bert.state_dict()``.
         vocab_size: vocabulary rows to write, without padding.
-
-    Raises:
-        UserError: if a tensor is missing or unexpected.
     """
     tensors = _all_tensors(config, binary_head="binary_head.weight" in weights)
     _check_names(weights, [row.ours for row in tensors], "megatron01")
@@ -321,11 +316,10 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
 def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None = None) -> dict[str, Tensor]:
     """Weights by megatron01's names from a state dict of transformers, of any release, or of a GPT-2 without its head.
 
+    Raises UserError if a tensor is missing or unexpected, or if tensors that are tied here differ there.
+
     Args:
         vocab_size: expected number of vocabulary rows; any number if None.
-
-    Raises:
-        UserError: if a tensor is missing or unexpected, or if tensors that are tied here differ there.
     """
     if config.num_layers > len(state):  # before names for so many layers are built
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
@@ -414,13 +408,11 @@ def is_hf_folder(path: Path) -> bool:
 def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """The model in a folder of transformers; nothing in it is executed.
 
-    Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only).
+    Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only). Raises UserError
+    if a file is missing or damaged, or if the model is not supported or holds NaN or infinities.
 
     Args:
         tokenizer: used in place of the one in the folder.
-
-    Raises:
-        UserError: if a file is missing or damaged, or if the model is not supported or holds NaN or infinities.
     """
     config_file = path / CONFIG_FILE
     entries = read_json_object(config_file, expected=_FILE)
@@ -455,8 +447,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
 def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
     """Check that a given tokenizer encodes text as the model's own does.
 
-    Raises:
-        UserError: if its vocabulary size differs, or its ids for a sample text.
+    Raises UserError if its vocabulary size differs, or its ids for a sample text.
     """
     if given.vocab_size != own.vocab_size or given.encode(_SAMPLE_TEXT) != own.encode(_SAMPLE_TEXT):
         raise UserError(

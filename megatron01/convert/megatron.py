@@ -56,8 +56,7 @@ def _joined(
 ) -> dict[str, Tensor]:
     """The whole weights, joined from those of all tensor-parallel ranks in order, which are partitioned as here.
 
-    Raises:
-        UserError: if the shards of the ranks do not match.
+    Raises UserError if the shards of the ranks do not match.
     """
     head_size = config.hidden_size // config.num_attention_heads
     partitions = partitions_for(config, ranks[0])
@@ -152,12 +151,11 @@ def is_megatron(path: Path) -> bool:
 def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """The model of a checkpoint of Megatron-LM; nothing in its files is executed.
 
+    Raises UserError if a file is missing or damaged, or its model is not supported.
+
     Args:
         path: a folder of checkpoints, one of them, or a single rank's file.
         tokenizer: used in place of the files that the checkpoint's ``args`` name.
-
-    Raises:
-        UserError: if a file is missing or damaged, or its model is not supported.
     """
     paths = _rank_files(path)
     states = [load_tensors(file, stand_ins=_STAND_INS) for file in paths]

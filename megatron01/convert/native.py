@@ -64,12 +64,11 @@ def is_checkpoint(path: Path) -> bool:
 def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """Read the master weights of a checkpoint, as of its last synchronization, in fp32; one copy in memory.
 
+    Raises UserError if there is no checkpoint, it is damaged, or the tokenizer is not the one of the training.
+
     Args:
         load: a folder of checkpoints (its newest is taken), or one ``iter_...`` folder.
         tokenizer: used in place of the files that the checkpoint's settings name.
-
-    Raises:
-        UserError: if there is no checkpoint, it is damaged, or the tokenizer is not the one of the training.
     """
     checkpoint = existing_folder(*locate(load))
     metadata = read_metadata(checkpoint)
@@ -104,12 +103,11 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
 def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path:
     """Write a checkpoint of weights alone (iteration 0, fp32), and the tokenizer's files beside it; returns its folder.
 
+    Raises UserError if it cannot be written.
+
     Args:
         folder: an existing, empty folder.
         final: name to which ``folder`` will be renamed; the settings' paths of tokenizer files start with it.
-
-    Raises:
-        UserError: if it cannot be written.
     """
     fingerprint = UNKNOWN_TOKENIZER
     data: dict[str, Any] = {"seq_length": model.config.max_position_embeddings}

@@ -95,11 +95,7 @@ class PortableModel:
         )
 
     def built_tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            UserError: if there is none, or its files cannot be read.
-        """
+        """The tokenizer. Raises UserError if there is none, or its files cannot be read."""
         if self.tokenizer is None:
             raise UserError(f"{self.source} holds no tokenizer; {GIVE_ONE}")
         return self.tokenizer.built
@@ -107,8 +103,7 @@ class PortableModel:
     def for_tokenizer(self, tokenizer: Tokenizer) -> PortableModel:
         """The same model with the tokenizer's vocabulary size; embedding rows beyond it are padding.
 
-        Raises:
-            UserError: if the model has fewer rows, or too many more to be padding.
+        Raises UserError if the model has fewer rows, or too many more to be padding.
         """
         most = max(_MOST_PADDING, self.config.make_vocab_size_divisible_by)
         if not 0 <= self.vocab_size - tokenizer.vocab_size < most:
@@ -130,8 +125,7 @@ class PortableModel:
     def without_weights(self) -> GPT2 | Bert:
         """A model of this shape on the meta device; checks the weights' names and shapes.
 
-        Raises:
-            UserError: if one of ``weights`` is missing, unexpected or of another shape.
+        Raises UserError if one of ``weights`` is missing, unexpected or of another shape.
         """
         # checked first, so that damaged settings do not build or pad something huge
         config = self.config

@@ -34,12 +34,11 @@ class StandIn:
 def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
     """Contents of a ``torch.save`` file, on the CPU; zip files are memory-mapped, so only tensors in use take memory.
 
+    Raises UserError if it cannot be read, or holds objects that are neither data nor of those packages.
+
     Args:
         stand_ins: packages whose classes may appear in it; their objects become ``StandIn`` objects. If given, an
             ``argparse.Namespace`` is admitted as it is.
-
-    Raises:
-        UserError: if it cannot be read, or holds objects that are neither data nor of those packages.
     """
     try:
         is_zip = zipfile.is_zipfile(path)

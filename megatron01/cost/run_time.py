@@ -390,10 +390,8 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
     """The time of a run.
 
     Replicas wait for the slowest at each exchange. The standard deviation of the compute time of k steps is sqrt(k),
-    not k, times that of one, so that rare exchanges wait less in total.
-
-    Raises:
-        UserError: if the settings contradict each other, or determine no schedule (``volume.traffic``).
+    not k, times that of one, so that rare exchanges wait less in total. Raises UserError if the settings contradict
+    each other, or determine no schedule (``volume.traffic``).
     """
     settings = choice.optimizer
     work = replace(work, gradient_bytes=full_step_bytes(settings, precision))
@@ -507,10 +505,8 @@ def run_times(
 ) -> list[RunTime]:
     """The time of each of ``choices``, with its best bucket size.
 
-    Large buckets mean fewer messages, which matters with many nodes; small ones overlap better.
-
-    Raises:
-        UserError: if the settings contradict each other.
+    Large buckets mean fewer messages, which matters with many nodes; small ones overlap better. Raises UserError if the
+    settings contradict each other.
     """
     found = []
     for choice in choices(config, cluster, train_iters, sharded=sharded):

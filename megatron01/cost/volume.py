@@ -162,10 +162,8 @@ def _full_exchange(config: OptimizerConfig, precision: Precision, wire: Wire) ->
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:
     """Traffic of each step of a run with these settings; ``OptimizerSpec.steps`` gives the schedule.
 
-    With ``compressor: none``, scaled 1-bit exchanges are in fp32 instead.
-
-    Raises:
-        UserError: if the settings contradict each other, or for one_bit_adam without ``freeze_step``.
+    With ``compressor: none``, scaled 1-bit exchanges are in fp32 instead. Raises UserError if the settings contradict
+    each other, or for one_bit_adam without ``freeze_step``.
     """
     schedule = build_schedule(config, train_iters)
     rates = np.array([schedule.lr(step) for step in range(train_iters)])

@@ -206,9 +206,8 @@ def build_bert_datasets(
 ) -> Splits[SampleDataset]:
     """The splits of the data as BERT samples; mappings come from the cache or are built and stored there.
 
-    Raises:
-        UserError: if the files are damaged, of another vocabulary or not split into sentences, or if there is no text
-            to train on.
+    Raises UserError if the files are damaged, of another vocabulary or not split into sentences, or if there is no text
+    to train on.
     """
     tokens = tokenizer.masking
     if tokens is None:

@@ -38,7 +38,8 @@ class TokenFiles(IndexedDataset):
     """A ``.bin``/``.idx`` pair that is held open and must not change while in use.
 
     A file written in place is detected. One that is replaced by renaming another over it does no harm: this process
-    keeps reading the old one. Unpickled in another process, the object refuses files with other stamps.
+    keeps reading the old one. Unpickled in another process, the object refuses files with other stamps. Raises
+    UserError if the files are missing, damaged, or change meanwhile.
 
     Args:
         cache: folder of the sample index cache, which also keeps what takes a pass over the files.
@@ -48,9 +49,6 @@ class TokenFiles(IndexedDataset):
         fingerprint: hash of sequence and document boundaries and of sampled tokens; independent of path and time
             stamps, so that copies share it.
         least, most: smallest and largest token id; 0 without tokens.
-
-    Raises:
-        UserError: if the files are missing, damaged, or change meanwhile.
     """
 
     def __init__(self, prefix: str, cache: Path, stamps: Sequence[tuple[int, int]] = ()) -> None:

@@ -212,8 +212,7 @@ def build_gpt_datasets(
 ) -> Splits[SampleDataset]:
     """The splits of the data as GPT-2 samples; indices come from the cache or are built and stored there.
 
-    Raises:
-        UserError: if the files are damaged or of another vocabulary, or if there is no text to train on.
+    Raises UserError if the files are damaged or of another vocabulary, or if there is no text to train on.
     """
     if tokenizer.eod is None:
         raise UserError(

@@ -93,15 +93,14 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
 class IndexedDataset:
     """Sequences of tokens in a memory-mapped ``.bin``/``.idx`` pair; nothing is copied and nothing is written.
 
+    Raises UserError if a file of the pair is missing, of another format, cut short, or does not match the other.
+
     Attributes:
         prefix: path of the pair without extension.
         sizes: int32[S], tokens in each sequence.
         documents: int64[D], document k holds sequences ``documents[k]`` to ``documents[k + 1] - 1``.
         starts: int64[S], byte at which each sequence starts in ``.bin``.
         tokens: every token of the file, flat, in the type of the file.
-
-    Raises:
-        UserError: if a file of the pair is missing, of another format, cut short, or does not match the other.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -261,7 +260,9 @@ class IndexedDatasetBuilder:
 
     Tokens, lengths and documents go to ``{prefix}.bin.partial``, ``.sizes.partial`` and ``.documents.partial``, so
     memory does not grow with the data. Use it as a context manager: an error inside removes these files, unless
-    ``checkpoint`` was called; then they stay, and a builder with ``resume_from`` continues from the checkpoint.
+    ``checkpoint`` was called; then they stay, and a builder with ``resume_from`` continues from the checkpoint. Raises
+    UserError if the folder cannot be written, if another process is writing the same pair, or if the files of
+    ``resume_from`` are missing or hold less than it says. Writing raises it when the disk is full.
 
     Args:
         prefix: path of the pair without extension; its folder is created.
@@ -270,10 +271,6 @@ class IndexedDatasetBuilder:
 
     Attributes:
         written: what was added so far.
-
-    Raises:
-        UserError: if the folder cannot be written, if another process is writing the same pair, or if the files of
-            ``resume_from`` are missing or hold less than it says. Writing raises it when the disk is full.
     """
 
     def __init__(

@@ -102,16 +102,13 @@ class BatchLoader:
     """The batches of one replica, from ``consumed_samples`` on to the end of the dataset; may be iterated again.
 
     ``len`` is the number of batches. An error in a worker process is raised once in the iterating one, with its
-    traceback; so is the death of a worker process, as a UserError.
+    traceback; so is the death of a worker process, as a UserError. Raises UserError if not a single batch is left.
 
     Args:
         consumed_samples: samples that all replicas together have used; all the state that a resume needs.
         replica: this replica's number, in [0, num_replicas).
         num_workers: processes that prepare batches; 0 prepares them in the calling process.
         segments: ranges of samples, first and last + 1, in the order in which they are taken; by default all in order.
-
-    Raises:
-        UserError: if not a single batch is left.
     """
 
     def __init__(

@@ -62,8 +62,7 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it.
 
-        Raises:
-            UnicodeEncodeError: if the text holds an unpaired surrogate, which no encoding of Unicode has.
+        Raises UnicodeEncodeError if the text holds an unpaired surrogate, which no encoding of Unicode has.
         """
         return self.encode_batch([text])[0]
 
@@ -483,9 +482,8 @@ trained; and the builder that gets them in this order."""
 def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     """The tokenizer of a run, from its vocabulary files.
 
-    Raises:
-        UserError: if a file is missing or is not a vocabulary of the chosen type, or if a file is given that the type
-            does not take.
+    Raises UserError if a file is missing or is not a vocabulary of the chosen type, or if a file is given that the type
+    does not take.
     """
     files, build = TOKENIZERS[settings.tokenizer_type]
     for setting in ("vocab_file", "merge_file", "tokenizer_model"):

@@ -61,11 +61,8 @@ class TrainTokenizerConfig(TextConfig):
 def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
     """Train a vocabulary and write its files; returns their paths.
 
-    Counts, and the flags to use the vocabulary with, go to standard error.
-
-    Raises:
-        UserError: if an input cannot be read, holds no usable text or too little for the size, or if a file of the
-            vocabulary exists already.
+    Counts, and the flags to use the vocabulary with, go to standard error. Raises UserError if an input cannot be read,
+    holds no usable text or too little for the size, or if a file of the vocabulary exists already.
     """
     kind, size = config.tokenizer_type, config.vocab_size
     files = {setting: Path(config.output_prefix + ending) for setting, (_, ending) in TOKENIZERS[kind][0].items()}

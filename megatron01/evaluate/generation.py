@@ -153,12 +153,11 @@ class Proposal:
 def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> list[int]:
     """Token ids of [CLS], the text, [SEP].
 
+    Raises UserError if there is no mask, the text is too long, or the tokenizer has no mask token.
+
     Args:
         text: contains the tokenizer's mask token, spelled as in its vocabulary, at least once.
         max_length: positions of the model.
-
-    Raises:
-        UserError: if there is no mask, the text is too long, or the tokenizer has no mask token.
     """
     special = _masking(tokenizer)
     mask = tokenizer.token(special.mask)

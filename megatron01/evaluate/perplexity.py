@@ -121,14 +121,12 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
     """Read a text file or a .bin/.idx pair, tokenized as for training.
 
     Documents are separated by the end-of-document token, which counts as a token, but neither as a word nor as bytes.
-    If the tokenizer has it, one also precedes the first document, so that every token is predicted.
+    If the tokenizer has it, one also precedes the first document, so that every token is predicted. Raises UserError if
+    it cannot be read, is empty, or was made with another tokenizer.
 
     Args:
         data: path of the text file, or prefix of the pair.
         max_tokens: most tokens to predict, from the beginning; None for all.
-
-    Raises:
-        UserError: if it cannot be read, is empty, or was made with another tokenizer.
     """
     limit = None if max_tokens is None else max_tokens + 1
     if idx_path(data).is_file():

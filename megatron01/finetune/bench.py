@@ -136,8 +136,7 @@ def _forward(model: nn.Module, batch: Sequence[Any], collate: Collate, config: F
 class FineTuneBench(ABC):
     """Executes the runs of a sweep. The model is read at construction.
 
-    Raises:
-        UserError: if a package that fine-tuning needs is not installed, or the model cannot be used.
+    Raises UserError if a package that fine-tuning needs is not installed, or the model cannot be used.
     """
 
     head: ClassVar[Head]
@@ -242,8 +241,7 @@ class FineTuneBench(ABC):
     def write(self, model: Any, task: str) -> None:
         """Write what is wanted of the best model of a task: with ``save_models`` the model, a folder of transformers.
 
-        Raises:
-            OSError: if it cannot be written.
+        Raises OSError if it cannot be written.
         """
         if self.config.save_models:
             folder = self.config.output / "models" / task

@@ -128,14 +128,11 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]
 
 
 def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows:
-    """The rows of a file.
+    """The rows of a file. Raises UserError if the file cannot be read, or is a TSV file that lacks a column.
 
     Args:
         path: a file with one of ``ENDINGS``. A TSV file has a header and no quoting: a quotation mark is text.
         wanted: for each needed column, the names that it may have.
-
-    Raises:
-        UserError: if the file cannot be read, or is a TSV file that lacks a column.
     """
     try:
         if path.suffix == ".tsv":
@@ -249,12 +246,11 @@ class TaskData:
 def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int | None = None) -> TaskData:
     """The labelled examples of a task.
 
+    Raises UserError if a file or column is missing, or a value cannot be used; it names file and line.
+
     Args:
         data: a folder with one folder for each task, or a data set of the hub.
         max_train, max_dev: most examples to read of the training set and of each development set; None for all.
-
-    Raises:
-        UserError: if a file or column is missing, or a value cannot be used; it names file and line.
     """
     notes: list[str] = []
     train = read_split(data, task, _TRAIN, limit=max_train, notes=notes)
@@ -508,8 +504,7 @@ def write_submission(path: Path, examples: Sequence[Example], predicted: Sequenc
 def glue(config: GlueConfig) -> None:
     """Execute the unfinished runs of a sweep, and print and write its tables.
 
-    Raises:
-        UserError: if the model, the data or the folder cannot be used.
+    Raises UserError if the model, the data or the folder cannot be used.
     """
     titles = tuple(column.title for task in TASKS.values() for column in task.columns)
     others = [] if config.published is None else read_published(config.published, titles)

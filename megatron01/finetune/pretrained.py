@@ -108,8 +108,7 @@ class TextEncoder:
 def checked_text(value: Any, what: str, place: str) -> str:
     """``value``, if it is text that a tokenizer can encode; ``what`` and ``place`` are for the message.
 
-    Raises:
-        UserError: if it is not text, or holds half of a surrogate pair, which cannot be encoded.
+    Raises UserError if it is not text, or holds half of a surrogate pair, which cannot be encoded.
     """
     if not isinstance(value, str):
         raise UserError(f"{place}: {what} is {value!r}; expected text")
@@ -147,12 +146,11 @@ class Pretrained:
     def new_model(self, *, num_outputs: int, seed: int, dropout: float | None) -> Any:
         """A model with this body, and with a head drawn from the seed.
 
+        Raises UserError if the model's settings name no dropout.
+
         Args:
             num_outputs: number of classes, or 1 for a score; ignored for question answering.
             dropout: replaces the model's own rates; None keeps them.
-
-        Raises:
-            UserError: if the model's settings name no dropout.
         """
         config = copy.deepcopy(self.config)
         if self.head == "SequenceClassification":
@@ -169,12 +167,11 @@ class Pretrained:
 def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> Pretrained:
     """Load a pretrained model: a BERT checkpoint of megatron01 or Megatron-LM, or any encoder of transformers.
 
+    Raises UserError if it cannot be read or used, or the tokenizer is not the model's.
+
     Args:
         tokenizer: used in place of the model's own.
         head: kind of head for fine-tuning.
-
-    Raises:
-        UserError: if it cannot be read or used, or the tokenizer is not the model's.
     """
     path = Path(load)
     if path.exists() and is_hf_folder(path) and not is_checkpoint(path):

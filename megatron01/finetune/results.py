@@ -107,13 +107,10 @@ class Result:
 
 
 class SweepFolder:
-    """Result folder of a sweep, created if missing.
+    """Result folder of a sweep, created if missing. Raises UserError if the folder cannot be used.
 
     Args:
         common: settings common to all runs; a folder of a sweep with other values is refused.
-
-    Raises:
-        UserError: if the folder cannot be used.
     """
 
     def __init__(self, folder: Path, common: Mapping[str, Value]) -> None:
@@ -136,11 +133,10 @@ class SweepFolder:
     def result(self, run: Run, data: str, metrics: Iterable[str]) -> Result | None:
         """The result of a run; None if it is not finished, or, with a warning, if its file is damaged.
 
+        Raises UserError if the run used other examples.
+
         Args:
             data: expected fingerprint of the examples.
-
-        Raises:
-            UserError: if the run used other examples.
         """
         path = self.path(run)
         if not path.exists():
@@ -212,8 +208,7 @@ NOTE = (
 def read_published(path: Path, titles: tuple[str, ...]) -> list[TableRow]:
     """Rows of a user's CSV file, in per cent: a column ``model``, and any of ``titles``.
 
-    Raises:
-        UserError: if it cannot be read, lacks ``model``, or holds other columns or values that are not numbers.
+    Raises UserError if it cannot be read, lacks ``model``, or holds other columns or values that are not numbers.
     """
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:

@@ -129,16 +129,13 @@ class Window:
 def windows(
     questions: Sequence[Question], encoder: TextEncoder, *, max_length: int, doc_stride: int, max_query_length: int
 ) -> list[Window]:
-    """The windows of all questions, in order.
+    """The windows of all questions, in order. Raises UserError if no token of a context fits into a window.
 
     Args:
         questions: the first answer of each is the training target.
         max_length: tokens of a window, special ones included.
         doc_stride: tokens between the starts of windows; at most the context tokens that fit into a window.
         max_query_length: tokens of a question; longer ones are truncated.
-
-    Raises:
-        UserError: if no token of a context fits into a window.
     """
     backend = encoder.backend
     backend.no_padding()
@@ -385,8 +382,7 @@ class SquadBench(FineTuneBench):
 def squad(config: SquadConfig) -> None:
     """Execute the unfinished runs of a sweep, and print and write its tables.
 
-    Raises:
-        UserError: if the model, the data or the folder cannot be used.
+    Raises UserError if the model, the data or the folder cannot be used.
     """
     bench = SquadBench(config, devices_for(config)[0])
     sweep = Sweep(

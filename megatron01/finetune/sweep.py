@@ -62,8 +62,7 @@ def grid(
 def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
     """Index (from 0) of this task of a SLURM array, and the number of its tasks; (0, 1) outside of array jobs.
 
-    Raises:
-        UserError: if SLURM's variables are invalid.
+    Raises UserError if SLURM's variables are invalid.
     """
     if "SLURM_ARRAY_TASK_ID" not in environment:
         return 0, 1
@@ -86,8 +85,7 @@ def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
 def devices_for(config: FineTuneConfig) -> list[torch.device]:
     """The devices for the runs of a sweep: all GPUs, or the CPU.
 
-    Raises:
-        UserError: if GPUs are asked for and there are none, or they lack the precision asked for.
+    Raises UserError if GPUs are asked for and there are none, or they lack the precision asked for.
     """
     if not takes_gpu(config.device):
         return [torch.device("cpu")]
@@ -173,13 +171,12 @@ def _print_step(run: Run, done: int, total: int) -> None:
 class Sweep:
     """A command's sweep: its runs, and the results of those that are finished in its folder.
 
+    Raises UserError if the folder is another sweep's, or with ``report_only`` if it holds no sweep.
+
     Args:
         bench: executes the runs.
         tasks: in the order of the tables.
         common: settings common to all runs, beside those of training.
-
-    Raises:
-        UserError: if the folder is another sweep's, or with ``report_only`` if it holds no sweep.
     """
 
     def __init__(self, bench: FineTuneBench, tasks: Sequence[str], **common: Value) -> None:
@@ -265,11 +262,10 @@ class Sweep:
     def show(self, others: Sequence[TableRow] = (), note: str = "") -> dict[str, Setting]:
         """Print the tables and write them to the folder; returns the best setting of each task.
 
+        Raises UserError if a file cannot be written.
+
         Args:
             others: rows of other models, to compare with.
-
-        Raises:
-            UserError: if a file cannot be written.
         """
         config, columns_of = self._config, self._columns_of
         settings = settings_of(self._results[run] for run in self._runs if run in self._results)
@@ -305,10 +301,8 @@ class Sweep:
     def finish(self, best: Mapping[str, Setting]) -> None:
         """If models or predictions are wanted, train the best run of each task once more and write them.
 
-        What was written already is skipped. Only warns while runs are missing, and in array jobs.
-
-        Raises:
-            UserError: if something cannot be written.
+        What was written already is skipped. Only warns while runs are missing, and in array jobs. Raises UserError if
+        something cannot be written.
         """
         config = self._config
         wanted = "-".join(name for name in ("save_models", "submission") if getattr(config, name, False))

@@ -31,8 +31,7 @@ _FILE = re.compile(r"replica_(\d+)_of_(\d+)\.pt")
 def require_version(package: str, lowest: str, below: str) -> None:
     """Check that a framework is installed, in a supported version.
 
-    Raises:
-        UserError: if it is not; names the supported versions.
+    Raises UserError if it is not; names the supported versions.
     """
     expected = f"{package}>={lowest},<{below}"
     try:
@@ -109,13 +108,11 @@ def marker(optimizer: FlatOptimizer) -> dict[str, Any]:
 def save_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
     """Save the state of each replica to a file of its own in ``folder``. Collective.
 
-    To resume with another number of replicas, or other ranks on a machine, all machines must see the folder.
+    To resume with another number of replicas, or other ranks on a machine, all machines must see the folder. Raises
+    UserError on all replicas, if a file cannot be written.
 
     Args:
         scaler: torch's ``GradScaler`` of a run in fp16. Each replica has a loss scale of its own.
-
-    Raises:
-        UserError: on all replicas, if a file cannot be written.
     """
     folder = Path(folder)
     state = optimizer.state_dict()
@@ -148,11 +145,8 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
     """Load what ``save_state`` saved: bit-exactly on the same number of replicas, else the mean of their states.
 
     ``scaler`` gets the loss scale of its replica, or the lowest of all on a resize; unchanged if none was saved.
-    Collective.
-
-    Raises:
-        UserError: on all replicas, if there is no state, a file is missing or damaged, files are of different saves
-            (the last was interrupted), or the state does not fit.
+    Collective. Raises UserError on all replicas, if there is no state, a file is missing or damaged, files are of
+    different saves (the last was interrupted), or the state does not fit.
     """
     folder = Path(folder)
     with _error_on_all_replicas(optimizer):

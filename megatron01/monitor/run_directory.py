@@ -25,8 +25,7 @@ from megatron01.utils.files import text_or_empty, write_atomically
 class RunDirectory:
     """``config.yaml``, ``environment.json``, ``metrics.jsonl`` and the other writers' files of one run.
 
-    Raises:
-        UserError: if the folder cannot be made or written.
+    Raises UserError if the folder cannot be made or written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

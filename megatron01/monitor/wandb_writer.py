@@ -148,18 +148,15 @@ def open_run(folder: Path, mode: Literal["offline", "online"], **options: Any) -
 class WandbWriter:
     """A wandb run, by default an offline one that ``wandb sync`` uploads later; offline, no network is tried.
 
-    The id is kept in the run's folder: a run that is resumed, or restarted by its launcher, continues under it.
-    An error of wandb is reported once, and training continues without it; if the server cannot be reached at the start,
-    this attempt is written offline.
+    The id is kept in the run's folder: a run that is resumed, or restarted by its launcher, continues under it. An
+    error of wandb is reported once, and training continues without it; if the server cannot be reached at the start,
+    this attempt is written offline. Raises UserError if wandb is not installed.
 
     Args:
         seq_length: tokens of a sample.
         resumed_iteration: where this attempt resumes, 0 for a new run.
         is_restart: True if the launcher has restarted the job, even if it begins at iteration 0.
         checkpoints: folder whose checkpoints become artifacts; None: none do.
-
-    Raises:
-        UserError: if wandb is not installed.
     """
 
     def __init__(

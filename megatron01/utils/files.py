@@ -87,10 +87,8 @@ def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
     """As ``open_to_change``, with an exclusive lock (flock) that is held until the file is closed or the process ends.
 
     On a file system without locks the file is opened unlocked. The filelock package would leave lock files there that
-    outlive a killed process, and cannot lock a file that holds data.
-
-    Raises:
-        BlockingIOError: if another process holds the lock.
+    outlive a killed process, and cannot lock a file that holds data. Raises BlockingIOError if another process holds
+    the lock.
     """
     while True:
         file = open_to_change(path, create=create)

@@ -43,15 +43,14 @@ _BUSY = (errno.EAGAIN, errno.EACCES)
 class FolderOwner:
     """This process's ownership of a folder, created if missing, from construction until ``release``.
 
+    Raises UserError if another process owns the folder, or it cannot be written.
+
     Args:
         say: prints a line, called once if another owner has to end first.
         wait_seconds: seconds to wait for a live owner to end.
 
     Attributes:
         lost: why this process no longer owns the folder, as checked at each heartbeat; None while it owns it.
-
-    Raises:
-        UserError: if another process owns the folder, or it cannot be written.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, wait_seconds: float = WAIT_SECONDS) -> None:

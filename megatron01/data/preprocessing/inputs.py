@@ -189,8 +189,7 @@ _SAVED_DATASET = ("state.json", "dataset_dict.json")  # one of these is in every
 def resolve_inputs(config: TextConfig) -> list[Source]:
     """The sources of a run. Patterns and folders expand to their files, sorted by name.
 
-    Raises:
-        UserError: if an input is missing, given twice, or of an unknown or unsuitable format.
+    Raises UserError if an input is missing, given twice, or of an unknown or unsuitable format.
     """
     if config.input_format == "huggingface":
         return [DatasetSource(name, config) for name in config.input]

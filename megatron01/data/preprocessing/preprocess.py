@@ -208,12 +208,9 @@ _LITTLE_TEXT = 4 << 20  # bytes of input below which starting processes takes lo
 def preprocess(config: PreprocessConfig) -> PreprocessSummary:
     """Tokenize text into ``.bin``/``.idx`` pairs; they appear only when all is done.
 
-    Progress and the summary go to standard error.
-
-    Raises:
-        UserError: if an input, vocabulary or output cannot be used, if nothing usable is in the input, at the first
-            unusable document with ``strict``, or if an interrupted run with the same output had other settings or
-            inputs. Progress so far, if any, is kept for a resume.
+    Progress and the summary go to standard error. Raises UserError if an input, vocabulary or output cannot be used, if
+    nothing usable is in the input, at the first unusable document with ``strict``, or if an interrupted run with the
+    same output had other settings or inputs. Progress so far, if any, is kept for a resume.
     """
     tokenizer = build_tokenizer(config)
     if config.append_eod and tokenizer.eod is None:
