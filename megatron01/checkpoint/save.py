@@ -71,10 +71,7 @@ def delete_outdated(folder: Path, newest: int, keep_last: int | None, keep_every
 
 
 def tensors_of_rank(
-    replicated: Mapping[str, Tensor],
-    replica: Mapping[str, Tensor],
-    group: ReplicaGroup,
-    metadata: CheckpointMetadata,
+    replicated: Mapping[str, Tensor], replica: Mapping[str, Tensor], group: ReplicaGroup, metadata: CheckpointMetadata
 ) -> dict[str, Tensor]:
     """The tensors in one rank's file: its own, and its share of the replicated ones.
 

@@ -209,12 +209,7 @@ def _curves(
 
 
 def _bars(
-    summary: Summary,
-    key: str,
-    title: str,
-    value: Callable[[Row], float],
-    show: Formatter,
-    computed: Sequence[Bar] = (),
+    summary: Summary, key: str, title: str, value: Callable[[Row], float], show: Formatter, computed: Sequence[Bar] = ()
 ) -> BarChart:
     """Bar chart of the groups that have a value, and of computed values."""
     values = [(number, row.group.label, value(row)) for number, row in enumerate(summary.rows)]

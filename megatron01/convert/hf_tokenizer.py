@@ -20,13 +20,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, process
 from tokenizers import Tokenizer as Backend
 
 from megatron01.convert.portable import TokenizerFiles
-from megatron01.data.tokenizers import (
-    END_OF_DOCUMENT,
-    WORD_START,
-    FastTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-)
+from megatron01.data.tokenizers import END_OF_DOCUMENT, WORD_START, FastTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.files import read_json_object, shipped
 

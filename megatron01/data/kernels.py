@@ -19,10 +19,7 @@ from megatron01.utils.compilation import compiled
 
 @compiled()
 def fill_blend_order(
-    weights: NDArray[np.float64],
-    dataset: NDArray[np.int16],
-    sample: NDArray[np.int64],
-    drawn: NDArray[np.int64],
+    weights: NDArray[np.float64], dataset: NDArray[np.int16], sample: NDArray[np.int64], drawn: NDArray[np.int64]
 ) -> None:
     """Choose for each sample of a blend the dataset furthest below its share of samples; ties go to the first.
 
@@ -115,10 +112,7 @@ def read_samples(
 
 @compiled()
 def mark_documents(
-    tokens: NDArray[np.int32],
-    eod: int,
-    position_ids: NDArray[np.int32],
-    document_ids: NDArray[np.int32],
+    tokens: NDArray[np.int32], eod: int, position_ids: NDArray[np.int32], document_ids: NDArray[np.int32]
 ) -> None:
     """Fill position ids that restart, and document ids that go up, after each end-of-document token.
 
@@ -414,10 +408,7 @@ def fill_sample(
 
 @compiled()
 def _draw_other(
-    documents: NDArray[np.int64],
-    sizes: NDArray[np.int32],
-    sentence: Integer,
-    length: Integer,
+    documents: NDArray[np.int64], sizes: NDArray[np.int32], sentence: Integer, length: Integer
 ) -> tuple[Integer, Integer]:
     """Draw sentences of another document, from a random one on, until they hold ``length`` tokens or it ends.
 
