@@ -281,16 +281,17 @@ def to_svg(chart: Chart, section: str) -> str:
     from matplotlib.figure import Figure
 
     height = _HEIGHT if isinstance(chart, LineChart) else _BAR_ROW * len(chart.bars) + 30
-    with drawing(_SETTINGS | {"font.size": FONT, "figure.facecolor": "none", "axes.facecolor": "none"}):
+    name = f"{section}-{chart.key}"
+    no_ground = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
+    with drawing(_SETTINGS | no_ground | {"font.size": FONT, "svg.hashsalt": name}):  # ids that are unique in the page
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         _draw(figure.subplots(), chart)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    name = f"{section}-{chart.key}"
     root = ElementTree.fromstring(file.getvalue())
     labels = {line.group: line.label for line in chart.lines} if isinstance(chart, LineChart) else {}
     for element in root.iter():
-        _adapt(element, name, section, labels)
+        _adapt(element, section, labels)
     for parent in root.iter("defs"):
         for style in parent.findall("style"):  # it would apply to the whole page
             parent.remove(style)
@@ -302,22 +303,20 @@ def to_svg(chart: Chart, section: str) -> str:
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _adapt(element: ElementTree.Element, name: str, section: str, labels: dict[int, str]) -> None:
-    """Adapt an element of matplotlib's SVG to the page: unique ids, group classes, colour variables, short numbers."""
+def _adapt(element: ElementTree.Element, section: str, labels: dict[int, str]) -> None:
+    """Adapt an element of matplotlib's SVG to the page: group classes, colour variables, short numbers."""
     element.tag = element.tag.rpartition("}")[2]
     attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
     own = attributes.pop("id", "")
     if element.tag in ("clipPath", "path") and own:  # referenced by other elements
-        attributes["id"] = f"{name}-{own}"
+        attributes["id"] = own
     elif own.startswith("group"):
         group = int(own.removeprefix("group"))
         attributes["class"] = f"{section}g{group}"
         if group in labels:
             ElementTree.SubElement(element, "title").text = labels[group]
     for key, value in attributes.items():
-        if key in ("href", "clip-path"):
-            attributes[key] = value.replace("#", f"#{name}-")
-        elif key == "style":
+        if key == "style":
             value = re.sub(r"font: ([\d.]+px) [^;]*", r"font-size: \1", value)  # the form depends on the release
             value = re.sub(r"font-family: [^;]*;", "", value)
             attributes[key] = re.sub(r"#[0-9a-f]{6}", lambda color: _VARIABLES.get(color[0], color[0]), value)

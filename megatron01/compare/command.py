@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import shlex
 import sys
 import textwrap
@@ -20,7 +21,6 @@ from megatron01.compare.runs import Run, read_metrics, read_run
 from megatron01.compare.summary import answers, caption_of, conditions, summarize, table
 from megatron01.config.command_line import parse
 from megatron01.config.fields import Bounded, Positive
-from megatron01.config.yaml_files import nested_settings
 from megatron01.errors import UserError, require
 from megatron01.monitor.wandb_writer import (
     AXES,
@@ -209,7 +209,7 @@ def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) ->
 
 def file_name(title: str) -> str:
     """A title as a file name: lower-case letters, digits and underscores."""
-    return "_".join("".join(letter if letter.isalnum() else " " for letter in title.lower()).split())
+    return re.sub(r"[\W_]+", "_", title.lower()).strip("_")
 
 
 def _describe(part: Part) -> str:
@@ -295,6 +295,10 @@ def _on_wandb(run: Run, config: CompareConfig, project: str) -> tuple[Path, str]
         return folder, imported.id
     folder.mkdir(parents=True, exist_ok=True)
     new = WandbRun()
+    settings: dict[str, dict[str, str]] = {}  # by section, as a run logs them
+    for key, value in run.settings.items():
+        section, _, setting = key.partition(".")
+        settings.setdefault(section, {})[setting] = value
     wandb_run = open_run(
         folder,
         config.wandb_mode,
@@ -302,7 +306,7 @@ def _on_wandb(run: Run, config: CompareConfig, project: str) -> tuple[Path, str]
         entity=config.wandb_entity,
         name=run.name,
         id=new.id,
-        config={**nested_settings(run.settings), **run.environment},
+        config={**settings, **run.environment},
     )
     lines, _ = read_metrics(run.folder / "metrics.jsonl")
     totals = {

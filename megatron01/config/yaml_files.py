@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
@@ -118,15 +118,6 @@ def flat_settings(content: Any) -> dict[str, str]:
         if isinstance(values, dict)
         for name, value in values.items()
     }
-
-
-def nested_settings(settings: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """What ``flat_settings`` is made from: section -> name -> value as text."""
-    sections: dict[str, dict[str, str]] = {}
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        sections.setdefault(section, {})[name] = value
-    return sections
 
 
 class _PlainLoader(yaml.BaseLoader):

@@ -25,7 +25,7 @@ from megatron01.utils.files import text_or_empty, write_atomically
 class RunDirectory:
     """``config.yaml``, ``environment.json``, ``metrics.jsonl`` and the other writers' files of one run.
 
-    Raises UserError if the folder cannot be made or written.
+    Raises UserError if the folder cannot be made.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -34,8 +34,6 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"run_dir {path} cannot be made: {error.strerror}; give another --run-dir") from None
-        if not os.access(self.path, os.W_OK):
-            raise UserError(f"run_dir {path} cannot be written; give another --run-dir")
 
         self.config_file, self.environment_file = self.path / "config.yaml", self.path / "environment.json"
         self.metrics_file, self.last_step_file = self.path / "metrics.jsonl", self.path / "last_step.json"
