@@ -6,19 +6,7 @@ import math
 from datetime import datetime
 from pathlib import Path
 
-from megatron01.checkpoint.manifest import (
-    CONFIG_NAME,
-    TRACKER_NAME,
-    CheckpointMetadata,
-    check_contents,
-    existing_folder,
-    iteration_path,
-    iterations,
-    left_overs,
-    locate,
-    read_metadata,
-    read_tracker,
-)
+from megatron01.checkpoint import manifest
 from megatron01.checkpoint.storage import damage_named
 from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
@@ -27,12 +15,12 @@ from megatron01.utils.formatting import columns, one_line
 
 def list_all(folder: str) -> None:
     path, checkpoints = _checkpoints(folder)
-    newest = read_tracker(path)
+    newest = manifest.read_tracker(path)
     rows = [("iteration", "replicas", "optimizer", "MB", "written", "")]
     for iteration, place in checkpoints:
         note = "newest" if iteration == newest else ""
         try:
-            metadata = read_metadata(place)
+            metadata = manifest.read_metadata(place)
         except UserError as error:
             rows.append((str(iteration), "", "", "", "", f"damaged: {error}"))
             continue
@@ -40,19 +28,19 @@ def list_all(folder: str) -> None:
         megabytes = f"{metadata.num_bytes / 1e6:.1f}"
         rows.append((str(iteration), str(metadata.num_replicas), metadata.optimizer, megabytes, written, note))
     print("\n".join(columns(rows, left=6)))
-    for left_over in left_overs(path):
+    for left_over in manifest.left_overs(path):
         print(f"{left_over.name} was left by a save or deletion that was interrupted; the next save removes it")
 
 
 def inspect(folder: str) -> None:
-    place = existing_folder(*locate(folder))
-    metadata = read_metadata(place)
-    with damage_named(place / CONFIG_NAME):
+    place = manifest.existing_folder(*manifest.locate(folder))
+    metadata = manifest.read_metadata(place)
+    with damage_named(place / manifest.CONFIG_NAME):
         lines = _describe(place, metadata)
     print("\n".join(lines))
 
 
-def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
+def _describe(place: Path, metadata: manifest.CheckpointMetadata) -> list[str]:
     count = sum(math.prod(shape) for shape in metadata.parameters.values())
     replicas = f"{metadata.num_replicas} on {metadata.device}"
     if metadata.tensor_model_parallel_size > 1:
@@ -72,7 +60,7 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
     ]
     lines += [f"  {line}" for line in columns([(n, f"{f.bytes / 1e6:.1f} MB") for n, f in metadata.files.items()])]
     lines.append("settings")
-    for section, values in load_plain_yaml(place / CONFIG_NAME).items():
+    for section, values in load_plain_yaml(place / manifest.CONFIG_NAME).items():
         lines.append(f"  {one_line(str(section))}:")
         lines += [f"    {one_line(f'{name}: {value}')}" for name, value in dict(values).items()]
     return lines
@@ -80,14 +68,14 @@ def _describe(place: Path, metadata: CheckpointMetadata) -> list[str]:
 
 def verify(folder: str) -> None:
     path, checkpoints = _checkpoints(folder)
-    newest = None if iteration_path(folder) is not None else read_tracker(path)
-    if newest is not None and newest not in iterations(path):
-        raise UserError(f"{path / TRACKER_NAME} names the iteration {newest}, whose checkpoint is not there")
+    newest = None if manifest.iteration_path(folder) is not None else manifest.read_tracker(path)
+    if newest is not None and newest not in manifest.iterations(path):
+        raise UserError(f"{path / manifest.TRACKER_NAME} names the iteration {newest}, whose checkpoint is not there")
     damaged = 0
     for _, place in checkpoints:
         try:
-            metadata = read_metadata(place)
-            check_contents(place, metadata.files, metadata.files)
+            metadata = manifest.read_metadata(place)
+            manifest.check_contents(place, metadata.files, metadata.files)
         except UserError as error:
             damaged += 1
             print(f"{place.name}  DAMAGED  {error}")
@@ -102,6 +90,6 @@ def _checkpoints(folder: str) -> tuple[Path, list[tuple[int, Path]]]:
 
     Raises UserError if there is none.
     """
-    path, newest = locate(folder)
-    saved = [newest] if iteration_path(folder) is not None else iterations(path) or [newest]
-    return path, [(iteration, existing_folder(path, iteration)) for iteration in saved]
+    path, newest = manifest.locate(folder)
+    saved = [newest] if manifest.iteration_path(folder) is not None else manifest.iterations(path) or [newest]
+    return path, [(iteration, manifest.existing_folder(path, iteration)) for iteration in saved]

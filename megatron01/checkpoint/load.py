@@ -11,20 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import (
-    CONFIG_NAME,
-    TRACKER_NAME,
-    CheckpointMetadata,
-    check_contents,
-    existing_folder,
-    iteration_path,
-    iterations,
-    locate,
-    read_metadata,
-    read_tracker,
-    remove,
-    write_tracker,
-)
+from megatron01.checkpoint import manifest
 from megatron01.checkpoint.reshard import read_headers
 from megatron01.checkpoint.storage import check_tensors, read_tensors
 from megatron01.config import CheckpointConfig
@@ -35,7 +22,7 @@ from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
 
 def load_checkpoint(
     checkpoint: Path,
-    metadata: CheckpointMetadata,
+    metadata: manifest.CheckpointMetadata,
     *,
     replicated: Mapping[str, Tensor],
     replica: Mapping[str, Tensor],
@@ -68,7 +55,7 @@ def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
 
     Settings of checkpoints and logging are left out.
     """
-    path = checkpoint / CONFIG_NAME
+    path = checkpoint / manifest.CONFIG_NAME
     before: dict[str, str] = {}
     with suppress(UserError):
         before = flat_settings(load_plain_yaml(path))
@@ -97,10 +84,10 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     if start is None:
         return None, notes
     folder, newest = start
-    if config.on_damaged_checkpoint == "stop" or iteration_path(config.load or "") is not None:
-        _check(existing_folder(folder, newest), group)
+    if config.on_damaged_checkpoint == "stop" or manifest.iteration_path(config.load or "") is not None:
+        _check(manifest.existing_folder(folder, newest), group)
         return start, notes
-    saved = iterations(folder)
+    saved = manifest.iterations(folder)
     is_there = newest in saved  # else the tracker file may be wrong, and newer ones count too
     candidates = [newest, *(iteration for iteration in saved if iteration < newest or not is_there)]
     iteration, damages = _newest_intact(folder, candidates, group)
@@ -118,7 +105,7 @@ def _newest_intact(folder: Path, candidates: list[int], group: ReplicaGroup) -> 
     damages: list[str] = []
     for iteration in candidates:
         try:
-            _check(existing_folder(folder, iteration), group)
+            _check(manifest.existing_folder(folder, iteration), group)
         except LostReplica:
             raise
         except UserError as error:
@@ -149,11 +136,11 @@ def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, l
 
 def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
     path = Path(folder)
-    if iteration_path(config.load or "") is not None:
-        return locate(folder), []
+    if manifest.iteration_path(config.load or "") is not None:
+        return manifest.locate(folder), []
     newest, problem = _newest_saved(path)
     if newest is None:
-        return None if config.load == "auto" else locate(folder), []
+        return None if config.load == "auto" else manifest.locate(folder), []
     if problem is None:
         return (path, newest), []
     if config.on_damaged_checkpoint == "stop":
@@ -165,9 +152,9 @@ def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] 
 
 def _newest_saved(folder: Path) -> tuple[int | None, str | None]:
     """The iteration in the tracker file, or where that is lost, that of the newest checkpoint, and why it is lost."""
-    saved = iterations(folder)
+    saved = manifest.iterations(folder)
     try:
-        newest, problem = read_tracker(folder), f"{folder / TRACKER_NAME} is missing"
+        newest, problem = manifest.read_tracker(folder), f"{folder / manifest.TRACKER_NAME} is missing"
     except UserError as error:
         if not saved:
             raise
@@ -177,9 +164,9 @@ def _newest_saved(folder: Path) -> tuple[int | None, str | None]:
 
 def _check(checkpoint: Path, group: ReplicaGroup) -> None:
     with failing_together(group, "checking the checkpoint"):
-        metadata = read_metadata(checkpoint)
+        metadata = manifest.read_metadata(checkpoint)
         largest_first = sorted(metadata.files, key=lambda name: (-metadata.files[name].bytes, name))
-        check_contents(checkpoint, metadata.files, largest_first[group.rank :: group.world_size])
+        manifest.check_contents(checkpoint, metadata.files, largest_first[group.rank :: group.world_size])
 
 
 def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
@@ -192,7 +179,7 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
         Its iteration.
     """
     with failing_together(group, "looking for a checkpoint"):
-        candidates = [saved for saved in iterations(folder) if saved <= latest]
+        candidates = [saved for saved in manifest.iterations(folder) if saved <= latest]
     iteration, damages = _newest_intact(folder, candidates, group)
     if iteration is None:
         found = damages[-1] if damages else "none is that old"
@@ -203,10 +190,10 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
     with failing_together(group, "rolling back"):
         if group.is_first:
             try:
-                write_tracker(folder, iteration)
-                for newer in iterations(folder):
+                manifest.write_tracker(folder, iteration)
+                for newer in manifest.iterations(folder):
                     if newer > iteration:
-                        remove(folder, newer)
+                        manifest.remove(folder, newer)
             except OSError as error:
                 raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
     return iteration

@@ -20,20 +20,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import (
-    CONFIG_NAME,
-    METADATA_NAME,
-    CheckpointMetadata,
-    describe_file,
-    incomplete_folder,
-    iteration_folder,
-    iterations,
-    left_overs,
-    publish,
-    remove,
-    remove_left_over,
-    write_tracker,
-)
+from megatron01.checkpoint import manifest
 from megatron01.checkpoint.storage import StoredFile, file_of_rank, write_tensors
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
@@ -63,15 +50,18 @@ def outdated(saved: Iterable[int], newest: int, keep_last: int | None, keep_ever
 
 def delete_outdated(folder: Path, newest: int, keep_last: int | None, keep_every: int | None = None) -> None:
     """Delete the ``outdated`` checkpoints in ``folder``; what cannot be deleted is logged and kept."""
-    for iteration in outdated(iterations(folder), newest, keep_last, keep_every):
+    for iteration in outdated(manifest.iterations(folder), newest, keep_last, keep_every):
         try:
-            remove(folder, iteration)
+            manifest.remove(folder, iteration)
         except OSError as error:
             logger.warning("checkpoint %d in %s cannot be deleted: %s", iteration, folder, error.strerror)
 
 
 def tensors_of_rank(
-    replicated: Mapping[str, Tensor], replica: Mapping[str, Tensor], group: ReplicaGroup, metadata: CheckpointMetadata
+    replicated: Mapping[str, Tensor],
+    replica: Mapping[str, Tensor],
+    group: ReplicaGroup,
+    metadata: manifest.CheckpointMetadata,
 ) -> dict[str, Tensor]:
     """The tensors in one rank's file: its own, and its share of the replicated ones.
 
@@ -93,7 +83,7 @@ def tensors_of_rank(
 
 def save_checkpoint(
     folder: str | Path,
-    metadata: CheckpointMetadata,
+    metadata: manifest.CheckpointMetadata,
     *,
     tensors: Mapping[str, Tensor],
     replica_values: Mapping[str, Any],
@@ -121,8 +111,8 @@ def save_checkpoint(
         LostReplica: on every rank that is left, if one is lost meanwhile.
     """
     folder = Path(folder)
-    final = iteration_folder(folder, metadata.iteration)
-    incomplete = incomplete_folder(folder, metadata.iteration)
+    final = manifest.iteration_folder(folder, metadata.iteration)
+    incomplete = manifest.incomplete_folder(folder, metadata.iteration)
     metadata = dataclasses.replace(metadata, replicas=group.gather(dict(replica_values)))
     has_begun = False
     try:
@@ -157,9 +147,9 @@ def save_checkpoint(
 
 def _make_empty(incomplete: Path) -> None:
     try:
-        for left_over in left_overs(incomplete.parent):
+        for left_over in manifest.left_overs(incomplete.parent):
             try:
-                remove_left_over(left_over)
+                manifest.remove_left_over(left_over)
             except OSError as error:
                 if left_over == incomplete:
                     raise
@@ -169,15 +159,15 @@ def _make_empty(incomplete: Path) -> None:
         raise UserError(f"{incomplete} cannot be made ({error.strerror}); give a folder that can be written") from error
 
 
-def _finish(incomplete: Path, final: Path, metadata: CheckpointMetadata, config_yaml: str) -> None:
+def _finish(incomplete: Path, final: Path, metadata: manifest.CheckpointMetadata, config_yaml: str) -> None:
     """Write settings and metadata, rename the folder, and name it in the tracker file."""
     with writing(final):
-        write_atomically(incomplete / CONFIG_NAME, config_yaml)
-        files = {**metadata.files, CONFIG_NAME: describe_file(incomplete / CONFIG_NAME)}
+        write_atomically(incomplete / manifest.CONFIG_NAME, config_yaml)
+        files = {**metadata.files, manifest.CONFIG_NAME: manifest.describe_file(incomplete / manifest.CONFIG_NAME)}
         metadata = dataclasses.replace(metadata, files=files)
-        write_atomically(incomplete / METADATA_NAME, metadata.to_json())
-        publish(incomplete, final)
-        write_tracker(final.parent, metadata.iteration)
+        write_atomically(incomplete / manifest.METADATA_NAME, metadata.to_json())
+        manifest.publish(incomplete, final)
+        manifest.write_tracker(final.parent, metadata.iteration)
 
 
 # The checkpoints of a run: saved one at a time, synchronously or in the background.
@@ -191,7 +181,7 @@ SECONDS_TO_EXIT = 5.0
 class RunState:
     """Contents of a checkpoint: metadata, replicated tensors, and a rank's own tensors and values."""
 
-    metadata: CheckpointMetadata
+    metadata: manifest.CheckpointMetadata
     replicated: Mapping[str, Tensor]
     replica: Mapping[str, Tensor]
     replica_values: Mapping[str, Any]

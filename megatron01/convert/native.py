@@ -11,17 +11,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import (
-    CONFIG_NAME,
-    METADATA_NAME,
-    WEIGHTS_ALONE,
-    CheckpointMetadata,
-    check_contents,
-    existing_folder,
-    iteration_path,
-    locate,
-    read_metadata,
-)
+from megatron01.checkpoint import manifest
 from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice
 from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import (
@@ -56,9 +46,9 @@ _NEEDED_DATA = ("seq_length", "tokenizer_type", "vocab_file", "merge_file", "tok
 
 def is_checkpoint(path: Path) -> bool:
     """True if a path looks like a megatron01 checkpoint, also a renamed one, or a folder of them."""
-    if iteration_path(str(path)) is not None or (path / METADATA_NAME).is_file():
-        return (path / CONFIG_NAME).is_file()
-    return any(path.glob(f"iter_*/{CONFIG_NAME}"))
+    if manifest.iteration_path(str(path)) is not None or (path / manifest.METADATA_NAME).is_file():
+        return (path / manifest.CONFIG_NAME).is_file()
+    return any(path.glob(f"iter_*/{manifest.CONFIG_NAME}"))
 
 
 def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
@@ -70,8 +60,8 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
         load: a folder of checkpoints (its newest is taken), or one ``iter_...`` folder.
         tokenizer: used in place of the files that the checkpoint's settings name.
     """
-    checkpoint = existing_folder(*locate(load))
-    metadata = read_metadata(checkpoint)
+    checkpoint = manifest.existing_folder(*manifest.locate(load))
+    metadata = manifest.read_metadata(checkpoint)
     if metadata.model not in _SETTINGS:
         raise UserError(
             f"{checkpoint} is of {metadata.model or 'a model of unknown class'}, and only the models of this package"
@@ -123,11 +113,11 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
     else:
         config = GPTPretrainConfig(model=model.config, data=GPTDataConfig(**data))
     weights = {name: tensor.float() for name, tensor in model.padded_weights().items()}
-    metadata = CheckpointMetadata(
+    metadata = manifest.CheckpointMetadata(
         iteration=0,
         consumed_samples=0,
         world_size=1,
-        optimizer=WEIGHTS_ALONE,
+        optimizer=manifest.WEIGHTS_ALONE,
         tokenizer_fingerprint=fingerprint,
         parameters={name: tuple(tensor.shape) for name, tensor in weights.items()},
         device="cpu",
@@ -144,10 +134,10 @@ def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path
         )
 
 
-def _read_settings(checkpoint: Path, metadata: CheckpointMetadata) -> PretrainConfig:
+def _read_settings(checkpoint: Path, metadata: manifest.CheckpointMetadata) -> PretrainConfig:
     """Settings of model and tokenizer; those of training are skipped, as another version may have written them."""
-    path = checkpoint / CONFIG_NAME
-    check_contents(checkpoint, metadata.files, [CONFIG_NAME])
+    path = checkpoint / manifest.CONFIG_NAME
+    manifest.check_contents(checkpoint, metadata.files, [manifest.CONFIG_NAME])
     try:
         load_plain_yaml(path)  # refuses aliases, which may expand without limit, and deep nesting
         sections = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -176,7 +166,7 @@ def _tokenizer_files(data: DataConfig, checkpoint: Path) -> TokenizerFiles:
     return files
 
 
-def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, config: PretrainConfig) -> dict[str, Tensor]:
+def _read_weights(checkpoint: Path, metadata: manifest.CheckpointMetadata, config: PretrainConfig) -> dict[str, Tensor]:
     """The master weights x, fp32, by parameter name."""
     layout = ShardLayout(metadata.parameters, partitions_for(config.model, metadata.parameters))
     try:
@@ -184,9 +174,9 @@ def _read_weights(checkpoint: Path, metadata: CheckpointMetadata, config: Pretra
         for name, shape in metadata.parameters.items():
             saved.require(StateSlice("x", name, 0, torch.empty(math.prod(shape), device="meta")), 1)
     except UserError:
-        check_contents(checkpoint, metadata.files, metadata.files)  # a damaged file may be the cause
+        manifest.check_contents(checkpoint, metadata.files, metadata.files)  # a damaged file may be the cause
         raise
-    check_contents(checkpoint, metadata.files, saved.files(f"x.{name}" for name in metadata.parameters))
+    manifest.check_contents(checkpoint, metadata.files, saved.files(f"x.{name}" for name in metadata.parameters))
     weights = {name: torch.empty(shape) for name, shape in metadata.parameters.items()}
     for name, weight in weights.items():
         saved.read(StateSlice("x", name, 0, weight.view(-1)), range(metadata.world_size))

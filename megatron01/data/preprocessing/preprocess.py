@@ -24,17 +24,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 
 from megatron01.config.commands import PreprocessConfig
-from megatron01.data.indexed import (
-    BuilderState,
-    IndexedDataset,
-    IndexedDatasetBuilder,
-    Origin,
-    describe_content,
-    idx_path,
-    origin_path,
-    token_dtype,
-    write_origin,
-)
+from megatron01.data import indexed
 from megatron01.data.preprocessing.corpus import Position, Source, read_chunks
 from megatron01.data.preprocessing.encoding import EncodedChunk, encode_in_order
 from megatron01.data.preprocessing.inputs import resolve_inputs
@@ -53,7 +43,7 @@ class PreprocessSummary:
     outputs: list[str] = field(default_factory=list)  # prefix of each pair written, the data_path of a training run
     level: str = "document"  # what a sequence is, or "sentence"
     documents: int = 0
-    written: dict[str, BuilderState] = field(default_factory=dict)  # per prefix
+    written: dict[str, indexed.BuilderState] = field(default_factory=dict)  # per prefix
     unknown: Counter[str] = field(default_factory=Counter)  # number of unknown tokens, such as [UNK], per prefix
     rejected: Counter[str] = field(default_factory=Counter)  # number of documents left out, by reason
     places: dict[str, list[str]] = field(default_factory=dict)  # source:line (or row, from 1) of the first few of them
@@ -118,7 +108,7 @@ class RunRecord:
             record = json.loads(path.read_bytes())
             summary = record["summary"]
             summary |= {name: Counter(summary[name]) for name in ("unknown", "rejected")}
-            summary["written"] = {prefix: BuilderState(**state) for prefix, state in summary["written"].items()}
+            summary["written"] = {prefix: indexed.BuilderState(**state) for prefix, state in summary["written"].items()}
             return cls(
                 settings=record["settings"],
                 summary=PreprocessSummary(**summary),
@@ -257,10 +247,10 @@ class _Run:
         self._tokenizer = tokenizer
         self._sources = sources
         self._record_path = record_path
-        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._dtype = indexed.token_dtype(tokenizer.vocab_size)
         self._is_consistent = False  # True while the record matches exactly what was written
-        self._builders: dict[str, IndexedDatasetBuilder] = {}
-        for path in (record_path, *(origin_path(config.output(key)) for key in config.json_keys)):
+        self._builders: dict[str, indexed.IndexedDatasetBuilder] = {}
+        for path in (record_path, *(indexed.origin_path(config.output(key)) for key in config.json_keys)):
             for left_over in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):  # of a write that was killed
                 left_over.unlink(missing_ok=True)
         self._record = self._load_record()
@@ -274,10 +264,10 @@ class _Run:
         """Open the outputs that are not complete yet for writing."""
         for prefix in self.summary.outputs:
             if self._is_complete(prefix):
-                IndexedDatasetBuilder(prefix, self._dtype).abort()  # removes what is left of its partial files
+                indexed.IndexedDatasetBuilder(prefix, self._dtype).abort()  # removes what is left of its partial files
             else:
                 state = self.summary.written.get(prefix)
-                builder = self._builders[prefix] = IndexedDatasetBuilder(prefix, self._dtype, resume_from=state)
+                builder = self._builders[prefix] = indexed.IndexedDatasetBuilder(prefix, self._dtype, resume_from=state)
                 self.summary.written[prefix] = builder.written
         self._is_consistent = True
 
@@ -307,11 +297,11 @@ class _Run:
         self._record.position, self._record.line = Position(len(self._sources)), 0
         self._save()
         for prefix, builder in self._builders.items():
-            with writing(origin_path(prefix), "check what is there"):
-                origin_path(prefix).unlink(missing_ok=True)  # the origin of an older pair must not outlive it
+            with writing(indexed.origin_path(prefix), "check what is there"):
+                indexed.origin_path(prefix).unlink(missing_ok=True)  # the origin of an older pair must not outlive it
             builder.finalize()
         for prefix in self.summary.outputs:
-            write_origin(prefix, self._origin(prefix))
+            indexed.write_origin(prefix, self._origin(prefix))
         self._record_path.unlink()
 
     def stop(self) -> None:
@@ -336,7 +326,7 @@ class _Run:
         if not self._config.resume and self._record_path.exists():
             with suppress(UserError):  # a damaged record
                 for prefix in RunRecord.load(self._record_path).summary.written:  # this run may have other outputs
-                    IndexedDatasetBuilder(prefix, self._dtype).abort()
+                    indexed.IndexedDatasetBuilder(prefix, self._dtype).abort()
             self._record_path.unlink()
         if not self._record_path.exists():
             outputs = [self._config.output(key) for key in self._config.json_keys]
@@ -351,11 +341,11 @@ class _Run:
     def _is_complete(self, prefix: str) -> bool:
         """True if an interrupted run had already renamed the output."""
         state = self.summary.written.get(prefix)
-        if not self._record.has_read_all or state is None or not idx_path(prefix).exists():
+        if not self._record.has_read_all or state is None or not indexed.idx_path(prefix).exists():
             return False
         if Path(f"{prefix}.bin.partial").exists():
             return False
-        present = IndexedDataset(prefix)
+        present = indexed.IndexedDataset(prefix)
         found = (len(present), len(present.documents) - 1, len(present.tokens))
         return found == (state.num_sequences, state.num_documents, state.num_tokens)
 
@@ -393,7 +383,7 @@ class _Run:
             write_atomically(self._record_path, json.dumps(vars(record), default=vars, indent=1))
         self._last_save = time.monotonic()
 
-    def _origin(self, prefix: str) -> Origin:
+    def _origin(self, prefix: str) -> indexed.Origin:
         """The origin of a pair: identifies the vocabulary and accounts for all documents."""
         config, summary = self._config, self.summary
         written = summary.written[prefix]
@@ -411,7 +401,7 @@ class _Run:
             "tokens": written.num_tokens,
             "unknown_tokens": summary.unknown[prefix],
             "left_out": dict(summary.rejected),
-            "content": describe_content(IndexedDataset(prefix), written.checksum),
+            "content": indexed.describe_content(indexed.IndexedDataset(prefix), written.checksum),
         }
 
 
