@@ -100,11 +100,6 @@ class Result:
     diverged: bool
     seconds: float
 
-    @property
-    def is_of_earlier_version(self) -> bool:
-        """True if its fingerprint lacks the sizes of the sets: another split of the same rows then looks the same."""
-        return " " not in self.data
-
 
 class SweepFolder:
     """Result folder of a sweep, created if missing. Raises UserError if the folder cannot be used.
@@ -146,7 +141,7 @@ class SweepFolder:
         except UserError as error:
             warn(f"{error}; the run counts as unfinished")
             return None
-        if result.data not in (data, data.partition(" ")[0]):  # without sizes: see ``is_of_earlier_version``
+        if result.data != data:
             raise UserError(
                 f"{path} has the result of other examples of {run.task} than are given; give another --output, or the"
                 " data of that sweep"

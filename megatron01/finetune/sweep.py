@@ -193,11 +193,6 @@ class Sweep:
         self._part, self._num_parts = array_part(os.environ)
         self._results: dict[Run, Result] = {}
         self._find_results()
-        if any(result.is_of_earlier_version for result in self._results.values()):
-            warn(
-                "results of an earlier version are kept: it recorded the examples, but not where the training set ends;"
-                " if you have divided them otherwise since, give another --output"
-            )
 
     def do(self) -> None:
         """Execute the unfinished runs; in a SLURM array job, those of this array task."""
