@@ -31,7 +31,7 @@ from megatron01.data.datasets import (
 )
 from megatron01.data.index_cache import Arrays, sampled_digest
 from megatron01.data.indexed import read_origin
-from megatron01.data.kernels import locate_samples, mark_documents, read_samples
+from megatron01.data.kernels import locate_samples, read_samples
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 
@@ -95,12 +95,12 @@ class GPTDataset(TokenFileDataset):
             "position_ids": np.tile(positions, (shape[0], 1)),
         }
         if config.reset_position_ids or config.reset_attention_mask:
-            restarted, document_ids = np.empty(shape, dtype=np.int32), np.empty(shape, dtype=np.int32)
-            mark_documents(tokens, self._eod, restarted, document_ids)
+            begins = np.zeros(shape, dtype=np.bool_)  # where documents after the sample's first begin
+            begins[:, 1:] = tokens[:, :-1] == self._eod
             if config.reset_position_ids:
-                samples["position_ids"] = restarted
+                samples["position_ids"] = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
             if config.reset_attention_mask:
-                samples["document_ids"] = document_ids
+                samples["document_ids"] = np.cumsum(begins, axis=1, dtype=np.int32)
         return samples
 
 

@@ -110,29 +110,6 @@ def read_samples(
     return True
 
 
-@compiled()
-def mark_documents(
-    tokens: NDArray[np.int32], eod: int, position_ids: NDArray[np.int32], document_ids: NDArray[np.int32]
-) -> None:
-    """Fill position ids that restart, and document ids that go up, after each end-of-document token.
-
-    Args:
-        tokens: int32[b, s].
-        eod: the end-of-document token; it belongs to the document that it ends.
-        position_ids: int32[b, s] to fill: the distance from the document's first token in the sequence.
-        document_ids: int32[b, s] to fill: 0 for the first document of the sequence, 1 for the next.
-    """
-    for row in range(tokens.shape[0]):
-        position, document = 0, 0
-        for i in range(tokens.shape[1]):
-            position_ids[row, i] = position
-            document_ids[row, i] = document
-            position += 1
-            if tokens[row, i] == eod:
-                position = 0
-                document += 1
-
-
 # numba's generator is the mt19937 of C++ and of numpy's ``RandomState``: ``np.random.seed`` and ``np.random.random``
 # give the same draws. Bounded integers are derived from its words as those two do it; numba does it differently.
 

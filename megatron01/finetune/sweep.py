@@ -16,26 +16,9 @@ from tqdm import tqdm
 
 from megatron01.config.commands import FineTuneConfig
 from megatron01.errors import FaultError, UserError
+from megatron01.finetune import results
 from megatron01.finetune.bench import FineTuneBench, Progress
-from megatron01.finetune.results import (
-    SETTINGS_FILE,
-    Result,
-    Run,
-    Setting,
-    SweepFolder,
-    TableRow,
-    Value,
-    all_settings,
-    best_lines,
-    best_settings,
-    comparison,
-    latex,
-    own_row,
-    settings_of,
-    to_csv,
-    warn,
-    write_file,
-)
+from megatron01.finetune.results import Result, Run, Setting
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import columns, format_duration, markdown
 from megatron01.utils.precision import require_support, takes_gpu
@@ -179,16 +162,18 @@ class Sweep:
         common: settings common to all runs, beside those of training.
     """
 
-    def __init__(self, bench: FineTuneBench, tasks: Sequence[str], **common: Value) -> None:
+    def __init__(self, bench: FineTuneBench, tasks: Sequence[str], **common: results.Value) -> None:
         config = bench.config
-        if config.report_only and not (config.output / SETTINGS_FILE).exists():
-            raise UserError(f"output {config.output} holds no sweep (no {SETTINGS_FILE}); give the folder of one")
+        if config.report_only and not (config.output / results.SETTINGS_FILE).exists():
+            raise UserError(
+                f"output {config.output} holds no sweep (no {results.SETTINGS_FILE}); give the folder of one"
+            )
         for name in ("max_length", "epochs", "warmup_fraction", "weight_decay", "clip_grad", "dropout", "precision"):
             common[name] = getattr(config, name)
         self._bench = bench
         self._config = config
         self._columns_of = {task: bench.columns(task) for task in tasks}
-        self._folder = SweepFolder(config.output, common)
+        self._folder = results.SweepFolder(config.output, common)
         self._runs = grid(tasks, config.batch_sizes, config.learning_rates, range(config.seeds))
         self._part, self._num_parts = array_part(os.environ)
         self._results: dict[Run, Result] = {}
@@ -254,7 +239,7 @@ class Sweep:
             if result is not None:
                 self._results[run] = result
 
-    def show(self, others: Sequence[TableRow] = (), note: str = "") -> dict[str, Setting]:
+    def show(self, others: Sequence[results.TableRow] = (), note: str = "") -> dict[str, Setting]:
         """Print the tables and write them to the folder; returns the best setting of each task.
 
         Raises UserError if a file cannot be written.
@@ -263,17 +248,17 @@ class Sweep:
             others: rows of other models, to compare with.
         """
         config, columns_of = self._config, self._columns_of
-        settings = settings_of(self._results[run] for run in self._runs if run in self._results)
-        best = best_settings(settings, columns_of)
+        settings = results.settings_of(self._results[run] for run in self._runs if run in self._results)
+        best = results.best_settings(settings, columns_of)
         if not best:
             return best
-        spread = best_lines(best, columns_of)
+        spread = results.best_lines(best, columns_of)
         one_each = config.seeds * len(config.batch_sizes) * len(config.learning_rates) == 1
         what = "One run of each task" if one_each else "Median over seeds of the best setting"
         print(f"\n{what}, in per cent:\n")
         print("\n".join(spread))
         titles = [column.title for task in columns_of for column in columns_of[task]]
-        cells = comparison([*others, own_row(config.name or config.load, best, columns_of)], titles)
+        cells = results.comparison([*others, results.own_row(config.name or config.load, best, columns_of)], titles)
         if others:
             print("\nBeside published results:\n")
             print("\n".join(columns(cells)))
@@ -284,12 +269,12 @@ class Sweep:
             remarks = f"\n{note}\n\n{what}:\n\n{indented}\n"
         files = {
             "results.md": markdown(cells) + remarks,
-            "results.csv": to_csv(cells),
-            "results.tex": latex(cells),
-            "settings.csv": to_csv(all_settings(settings, columns_of)),
+            "results.csv": results.to_csv(cells),
+            "results.tex": results.latex(cells),
+            "settings.csv": results.to_csv(results.all_settings(settings, columns_of)),
         }
         for name, text in files.items():
-            write_file(config.output / name, text)
+            results.write_file(config.output / name, text)
         print(f"\nwrote {', '.join(files)} in {config.output}")
         return best
 
@@ -304,7 +289,7 @@ class Sweep:
         if not wanted:
             return
         if self._num_parts > 1 or len(self._results) < len(self._runs):
-            warn(
+            results.warn(
                 "models and predictions are written when all runs are finished, outside of array jobs; repeat the"
                 " command then"
             )
@@ -319,4 +304,4 @@ class Sweep:
                     continue
                 print(f"training once more: {run}", flush=True)
                 self._bench.write(self._bench.train(run)[0], task)
-            write_file(marker, contents)
+            results.write_file(marker, contents)
