@@ -18,15 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron01.checkpoint import storage
 from megatron01.checkpoint.manifest import CheckpointMetadata
-from megatron01.checkpoint.storage import (
-    StoredTensor,
-    check_tensors,
-    damage_named,
-    file_of_rank,
-    read_header,
-    read_tensors,
-)
 from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup, failing_together
 from megatron01.parallel.tensor_parallel import Partition
@@ -151,10 +144,10 @@ def load_average(
             saved.require(piece, 1)
         for piece in state.average:
             saved.require(piece, saved.num_copies)
-        check_tensors(saved.tensors[0], {"scalars": state.scalars}, checkpoint)
+        storage.check_tensors(saved.tensors[0], {"scalars": state.scalars}, checkpoint)
     every, own = range(metadata.world_size), saved.share_of(readers)
     with failing_together(group, "loading the checkpoint"):
-        read_tensors(checkpoint, saved.tensors[0], {"scalars": state.scalars})
+        storage.read_tensors(checkpoint, saved.tensors[0], {"scalars": state.scalars})
         for piece in state.replicated:
             saved.read(piece, every)
         for piece in state.average:
@@ -184,7 +177,7 @@ class SavedState:
         self._is_repartitioned = self._size != layout.size
         self.num_copies = metadata.world_size // (self._size * self._shards)
         self.tensors = read_headers(checkpoint, metadata)
-        with damage_named(checkpoint, "slices of optimizer state"):
+        with storage.damage_named(checkpoint, "slices of optimizer state"):
             self._slices = [_by_stem(tensors) for tensors in self.tensors]
             self._error_shares = [read_shares(values) for values in metadata.replicas]
             if self.num_copies < 1:
@@ -198,7 +191,7 @@ class SavedState:
     def files(self, names: Iterable[str]) -> list[str]:
         """The files in which state of these names (``x.NAME``) lies."""
         stems = set(names)
-        return [file_of_rank(rank) for rank, slices in enumerate(self._slices) if not stems.isdisjoint(slices)]
+        return [storage.file_of_rank(rank) for rank, slices in enumerate(self._slices) if not stems.isdisjoint(slices)]
 
     def require(self, piece: StateSlice, copies: int) -> None:
         """Check that the checkpoint holds each element of a slice ``copies`` times.
@@ -214,7 +207,7 @@ class SavedState:
             for start, end, stored in self._stored(rank, piece.stem):
                 found += max(0, min(end, last) - max(start, first))
                 wanted = piece.tensor.new_empty(stored.shape, device="meta")
-                check_tensors({piece.stem: stored}, {piece.stem: wanted}, self._checkpoint)
+                storage.check_tensors({piece.stem: stored}, {piece.stem: wanted}, self._checkpoint)
         if found == 0 and last > first:
             raise UserError(f"{self._checkpoint} holds no tensor {piece.stem}; give the settings it was trained with")
         if found != (last - first) * copies:
@@ -242,7 +235,7 @@ class SavedState:
         """The layout of a saved rank."""
         return replace(self._layout, rank=rank % self._size, size=self._size)
 
-    def _stored(self, rank: int, stem: str) -> Sequence[tuple[int, int, StoredTensor]]:
+    def _stored(self, rank: int, stem: str) -> Sequence[tuple[int, int, storage.StoredTensor]]:
         """(first, last, place) of a saved rank's slices; none of another shard if the tensor-parallel size is equal."""
         if not self._is_repartitioned and rank % self._size != self._layout.rank:
             return ()
@@ -275,17 +268,17 @@ class SavedState:
             if high > low:
                 values = like.new_empty(high - low, dtype=torch.float32)
                 place = stored.part(low - start, high - low)
-                check_tensors({stem: place}, {stem: values}, self._checkpoint)
-                read_tensors(self._checkpoint, {stem: place}, {stem: values})
+                storage.check_tensors({stem: place}, {stem: values}, self._checkpoint)
+                storage.read_tensors(self._checkpoint, {stem: place}, {stem: values})
                 yield low - first, values
 
 
-def read_headers(checkpoint: Path, metadata: CheckpointMetadata) -> list[dict[str, StoredTensor]]:
+def read_headers(checkpoint: Path, metadata: CheckpointMetadata) -> list[dict[str, storage.StoredTensor]]:
     """For each saved rank, the tensors in its file, by name; UserError if a file is missing or damaged."""
     for rank in range(metadata.world_size):
-        if file_of_rank(rank) not in metadata.files:
-            raise UserError(f"{checkpoint} holds no {file_of_rank(rank)}; use another checkpoint")
-    return [read_header(checkpoint / file_of_rank(rank)) for rank in range(metadata.world_size)]
+        if storage.file_of_rank(rank) not in metadata.files:
+            raise UserError(f"{checkpoint} holds no {storage.file_of_rank(rank)}; use another checkpoint")
+    return [storage.read_header(checkpoint / storage.file_of_rank(rank)) for rank in range(metadata.world_size)]
 
 
 def read_shares(replica_values: Mapping[str, Any]) -> dict[str, int]:
@@ -296,9 +289,9 @@ def read_shares(replica_values: Mapping[str, Any]) -> dict[str, int]:
     return shares
 
 
-def _by_stem(tensors: Mapping[str, StoredTensor]) -> dict[str, list[tuple[int, int, StoredTensor]]]:
+def _by_stem(tensors: Mapping[str, storage.StoredTensor]) -> dict[str, list[tuple[int, int, storage.StoredTensor]]]:
     """(first, last, place) of each slice, by name without the range; ValueError if range and tensor differ in size."""
-    found: dict[str, list[tuple[int, int, StoredTensor]]] = {}
+    found: dict[str, list[tuple[int, int, storage.StoredTensor]]] = {}
     for name, stored in tensors.items():
         if match := _SLICE_NAME.fullmatch(name):
             stem, first, last = match[1], int(match[2]), int(match[3])

@@ -18,16 +18,8 @@ import numpy as np
 
 from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import find_optimizer, optimizers
+from megatron01.cost import volume
 from megatron01.cost.cluster import Cluster, Resource, Stage, expected_maximum
-from megatron01.cost.volume import (
-    INSIDE_BYTES,
-    STEP_KINDS,
-    Wire,
-    full_step_bytes,
-    gradient_code_bits,
-    packed_bytes,
-    traffic,
-)
 
 
 class Task(NamedTuple):
@@ -211,8 +203,8 @@ class StepModel:
             passes = [passes[-1]] * num_buckets
         size = work.parameters * work.gradient_bytes / num_buckets
         # with ZeRO, the last collective carries new weights in place of mean gradients
-        quantized = gradient_code_bits(self.config) is not None
-        inner = INSIDE_BYTES * work.parameters / num_buckets if quantized else size
+        quantized = volume.gradient_code_bits(self.config) is not None
+        inner = volume.INSIDE_BYTES * work.parameters / num_buckets if quantized else size
         stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
         read_bytes = _DENSE_READ + (_COMPRESS if quantized else 0.0)
         ends = []
@@ -241,10 +233,10 @@ class StepModel:
             passes = self._average_inside(timeline, [passes[-1]])
             passes = [timeline.add("processor", update, *passes)] * num_buckets
         elements = work.parameters / num_buckets
-        packed = elements * packed_bytes(config)
+        packed = elements * volume.packed_bytes(config)
         stages = self._stages(
             packed,
-            inner=INSIDE_BYTES * elements,
+            inner=volume.INSIDE_BYTES * elements,
             outer=0.0 if self.sharded else packed,
             reduces=not self.replica_is_node,
         )
@@ -283,7 +275,7 @@ class StepModel:
         """
         if not self.replica_is_node or self.cluster.processes_per_node == 1:
             return passes
-        stage = self.cluster.inside(INSIDE_BYTES * self.work.parameters)
+        stage = self.cluster.inside(volume.INSIDE_BYTES * self.work.parameters)
         return [timeline.add("inside", 2 * stage.seconds, *passes)]
 
     def _stages(self, size: float, *, inner: float, outer: float, reduces: bool) -> list[Stage]:
@@ -394,7 +386,7 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
     each other, or determine no schedule (``volume.traffic``).
     """
     settings = choice.optimizer
-    work = replace(work, gradient_bytes=full_step_bytes(settings, precision))
+    work = replace(work, gradient_bytes=volume.full_step_bytes(settings, precision))
     model = StepModel(cluster, work, settings, choice.replica_is_node, choice.sharded)
     groups = _group_steps(replace(settings, bucket_elements=1), train_iters)
     replicas = cluster.nodes if choice.replica_is_node else cluster.processes
@@ -420,14 +412,14 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
 @lru_cache(maxsize=64)
 def _group_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_StepGroup, ...]:
     """Steps of a run grouped by equal time; cached, as they do not depend on model and cluster."""
-    any_wire = Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
-    run = traffic(settings, train_iters=train_iters, precision="fp32", wire=any_wire)
+    any_wire = volume.Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
+    run = volume.traffic(settings, train_iters=train_iters, precision="fp32", wire=any_wire)
     # an exchange after k steps without one waits sqrt(k) deviations
     exchanged = np.flatnonzero(run.rounds)
     waiting = np.zeros(run.steps)
     waiting[exchanged] = np.sqrt(np.diff(exchanged, prepend=-1))
     groups = []
-    for kind, name in enumerate(STEP_KINDS):
+    for kind, name in enumerate(volume.STEP_KINDS):
         for every_step in (True, False):
             chosen = (run.kind == kind) & ((run.interval == 1) == every_step)
             if steps := int(chosen.sum()):
@@ -451,7 +443,7 @@ def _node_bytes(groups: Sequence[_StepGroup], model: StepModel) -> float:
     nodes = model.cluster.nodes
     dense_rounds = sum(group.steps for group in groups if group.kind == "full")
     packed_rounds = sum(group.packed_rounds for group in groups)
-    sent = dense_rounds * model.work.gradient_bytes + packed_rounds * packed_bytes(model.config)
+    sent = dense_rounds * model.work.gradient_bytes + packed_rounds * volume.packed_bytes(model.config)
     return 2 * (nodes - 1) / nodes * model.work.parameters * sent
 
 
