@@ -212,33 +212,21 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMetadata:
-    """State of the run at the moment of saving, as numbers and text; the same on every rank.
+    """State of the run at the moment of saving, as numbers and text; the same on every rank."""
 
-    Attributes:
-        iteration: completed steps.
-        consumed_samples: training sequences seen so far by all replicas together.
-        tokenizer_fingerprint: content hash of the vocabulary.
-        model: class of the model, ``GPT2`` or ``Bert``, or the full name of a user's class; empty if unknown.
-        parameters: shape of each of the model's whole parameters, in the model's order.
-        tensor_model_parallel_size: ranks that hold one replica together; they are consecutive.
-        optimizer_shards: ranks of a node that shard its optimizer state (ZeRO); 1 if it is not sharded.
-        device: kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ).
-        replicas: each rank's own values, by rank; filled in by ``save_checkpoint``.
-        files: size and hash of each file beside metadata.json; filled in by ``save_checkpoint``.
-    """
-
-    iteration: int
-    consumed_samples: int
+    iteration: int  # completed steps
+    consumed_samples: int  # training sequences seen so far by all replicas together
     world_size: int
     optimizer: str
-    tokenizer_fingerprint: str
-    parameters: Mapping[str, tuple[int, ...]]
-    device: str
-    model: str = ""
-    tensor_model_parallel_size: int = 1
-    optimizer_shards: int = 1
+    tokenizer_fingerprint: str  # content hash of the vocabulary
+    parameters: Mapping[str, tuple[int, ...]]  # shape of each of the model's whole parameters, in the model's order
+    device: str  # kind of the replicas' devices, ``cpu`` or ``cuda`` (their random-number states differ)
+    model: str = ""  # class of the model, ``GPT2`` or ``Bert``, or the full name of a user's class; empty if unknown
+    tensor_model_parallel_size: int = 1  # ranks that hold one replica together; they are consecutive
+    optimizer_shards: int = 1  # ranks of a node that shard its optimizer state (ZeRO); 1 if it is not sharded
     format_version: int = FORMAT_VERSION
-    replicas: Sequence[Mapping[str, Any]] = ()
+    replicas: Sequence[Mapping[str, Any]] = ()  # each rank's own values, by rank; filled in by ``save_checkpoint``
+    # size and hash of each file beside metadata.json; filled in by ``save_checkpoint``
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     @property

@@ -38,14 +38,10 @@ _SLICE_NAME = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Which elements of each parameter a process holds: all, or one shard of tensor parallelism.
+    """Which elements of each parameter a process holds: all, or one shard of tensor parallelism."""
 
-    Attributes:
-        shapes: of the whole parameters, by name.
-        partitions: of those that are partitioned if ``size`` is above 1; each rank holds the others whole.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]  # of the whole parameters, by name
+    # of those that are partitioned if ``size`` is above 1; each rank holds the others whole
     partitions: Mapping[str, Partition]
     rank: int = 0
     size: int = 1
@@ -58,18 +54,12 @@ class ShardLayout:
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A slice of the state that belongs to one parameter: a view of an optimizer's buffer.
+    """A slice of the state that belongs to one parameter: a view of an optimizer's buffer."""
 
-    Attributes:
-        key: of the buffer: x, v, m, u, worker_error, ...
-        first: element of the rank's shard of the parameter, in memory order, at which the slice begins.
-        tensor: [n] fp32 or bf16, elements ``first`` to ``first + n``.
-    """
-
-    key: str
+    key: str  # of the buffer: x, v, m, u, worker_error, ...
     name: str
-    first: int
-    tensor: Tensor
+    first: int  # element of the rank's shard of the parameter, in memory order, at which the slice begins
+    tensor: Tensor  # [n] fp32 or bf16, elements ``first`` to ``first + n``
 
     @property
     def stem(self) -> str:
@@ -89,34 +79,23 @@ def named_tensors(slices: Iterable[StateSlice], layout: ShardLayout) -> dict[str
 
 @dataclass(frozen=True)
 class Readers:
-    """The ranks that hold the same slices of state as this one, itself included; they share the reading.
+    """The ranks that hold the same slices of state as this one, itself included; they share the reading."""
 
-    Attributes:
-        index, count: of this process among them, and how many there are.
-        process_group: of them; None with one.
-    """
-
-    index: int
+    index: int  # of this process among them
     count: int
-    process_group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | None  # of them; None with one
 
 
 @dataclass(frozen=True, kw_only=True)
 class AveragedState:
-    """State of an optimizer, to be overwritten with the average of a checkpoint's replicas.
+    """State of an optimizer, to be overwritten with the average of a checkpoint's replicas."""
 
-    Attributes:
-        replicated: slices that are the same bits on all replicas.
-        average: fp32 slices that differ between replicas; they get the mean over the saved replicas.
-        errors: fp32 slices with a key of ``ERRORS``; they get the mean over the saved replicas of their error feedback
-            times its share.
-        scalars: fp64[k]; it gets those of rank 0.
-    """
-
-    replicated: Sequence[StateSlice]
-    average: Sequence[StateSlice]
+    replicated: Sequence[StateSlice]  # slices that are the same bits on all replicas
+    average: Sequence[StateSlice]  # fp32 slices that differ between replicas; they get the mean over the saved replicas
+    # fp32 slices with a key of ``ERRORS``; they get the mean over the saved replicas of their error feedback times its
+    # share
     errors: Sequence[StateSlice]
-    scalars: Tensor
+    scalars: Tensor  # fp64[k]; it gets those of rank 0
 
 
 def load_average(

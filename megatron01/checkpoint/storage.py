@@ -63,16 +63,11 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a checkpoint.
-
-    Attributes:
-        offset: byte at which the tensor's data begins in the file; C order, little-endian.
-        dtype: one of ``DTYPES``.
-    """
+    """Where a tensor lies in a checkpoint."""
 
     file: str
-    offset: int
-    dtype: str
+    offset: int  # byte at which the tensor's data begins in the file; C order, little-endian
+    dtype: str  # one of ``DTYPES``
     shape: tuple[int, ...]
 
     @property

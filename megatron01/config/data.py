@@ -18,14 +18,10 @@ from megatron01.errors import UserError, require
 
 @dataclass(frozen=True)
 class Source:
-    """A .bin/.idx pair in a blend.
+    """A .bin/.idx pair in a blend."""
 
-    Attributes:
-        prefix: path of the pair without extension.
-        weight: its share of the samples, relative to the other pairs'; None where shares follow the number of tokens.
-    """
-
-    prefix: str
+    prefix: str  # path of the pair without extension
+    # its share of the samples, relative to the other pairs'; None where shares follow the number of tokens
     weight: float | None
 
 

@@ -63,23 +63,16 @@ class Document:
 
 
 class Field(NamedTuple):
-    """Translation rule of a field.
+    """Translation rule of a field."""
 
-    Attributes:
-        expected: type of its value, in words; see ``_read``.
-        sets: the setting that it maps to, or a function from its value to settings; None: no setting.
-        default: DeepSpeed's, applied if the file chooses the optimizer or scheduler that has this field; or None.
-        only: optimizers or schedulers that have this field; empty: all.
-        honoured: True if the run does what a value asks for.
-        remark: shown to the user if the field is given.
-    """
-
-    expected: str
+    expected: str  # type of its value, in words; see ``_read``
+    # the setting that it maps to, or a function from its value to settings; None: no setting
     sets: str | Callable[[Any, Document], Values] | None
+    # DeepSpeed's, applied if the file chooses the optimizer or scheduler that has this field; or None
     default: Any = None
-    only: tuple[str, ...] = ()
-    honoured: Callable[[Any, Document], bool] = lambda value, file: True
-    remark: str = ""
+    only: tuple[str, ...] = ()  # optimizers or schedulers that have this field; empty: all
+    honoured: Callable[[Any, Document], bool] = lambda value, file: True  # whether the run does what a value asks for
+    remark: str = ""  # shown to the user if the field is given
 
     def settings(self, value: Any, file: Document) -> Values:
         """The settings for a checked value."""

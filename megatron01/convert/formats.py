@@ -141,18 +141,13 @@ def _check_free(final: Path, *, overwrite: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model in evaluation mode (no dropout) on its device, and its tokenizer.
-
-    Attributes:
-        source: the folder, for messages.
-        notes: warnings for the user; each a sentence.
-    """
+    """A model in evaluation mode (no dropout) on its device, and its tokenizer."""
 
     model: GPT2 | Bert
     tokenizer: Tokenizer
     device: torch.device
-    source: str
-    notes: tuple[str, ...]
+    source: str  # the folder, for messages
+    notes: tuple[str, ...]  # warnings for the user; each a sentence
 
     def gpt2(self) -> GPT2:
         """The model, if it is a GPT-2; UserError if it is not."""

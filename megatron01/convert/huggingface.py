@@ -89,21 +89,14 @@ _BUFFERS = (".attn.bias", ".attn.masked_bias", ".position_ids", ".token_type_ids
 
 @dataclass(frozen=True, kw_only=True)
 class _Architecture:
-    """A supported model type of transformers.
+    """A supported model type of transformers."""
 
-    Attributes:
-        name: of the class there, without its head.
-        settings: name here -> (name there, default there).
-        required: settings there -> (the supported values, the default first; what other values mean).
-        tensors: of the model, without BERT's head for sentence pairs.
-        tied: names of tied tensors in the state dict there: copy -> original.
-    """
-
-    name: str
-    settings: dict[str, tuple[str, Any]]
+    name: str  # of the class there, without its head
+    settings: dict[str, tuple[str, Any]]  # name here -> (name there, default there)
+    # settings there -> (the supported values, the default first; what other values mean)
     required: dict[str, tuple[tuple[Any, ...], str]]
-    tensors: tuple[_Tensors, ...]
-    tied: dict[str, str]
+    tensors: tuple[_Tensors, ...]  # of the model, without BERT's head for sentence pairs
+    tied: dict[str, str]  # names of tied tensors in the state dict there: copy -> original
 
 
 _BERT_SETTINGS = {

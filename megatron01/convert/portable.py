@@ -58,23 +58,14 @@ class TokenizerFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class PortableModel:
-    """A BERT or GPT-2 read from any format.
+    """A BERT or GPT-2 read from any format."""
 
-    Attributes:
-        source: the folder or file, for messages.
-        config: model settings.
-        vocab_size: ids of the vocabulary; ``weights`` may have more rows.
-        weights: parameters by megatron01's names, on the CPU, fp32, bf16 or fp16.
-        tokenizer: None if the source has none.
-        notes: warnings for the user; each a sentence.
-    """
-
-    source: str
+    source: str  # the folder or file, for messages
     config: GPTModelConfig | BertModelConfig
-    vocab_size: int
-    weights: Mapping[str, Tensor]
-    tokenizer: TokenizerFiles | None
-    notes: tuple[str, ...] = ()
+    vocab_size: int  # ids of the vocabulary; ``weights`` may have more rows
+    weights: Mapping[str, Tensor]  # parameters by megatron01's names, on the CPU, fp32, bf16 or fp16
+    tokenizer: TokenizerFiles | None  # None if the source has none
+    notes: tuple[str, ...] = ()  # warnings for the user; each a sentence
 
     @property
     def architecture(self) -> str:

@@ -152,28 +152,17 @@ _CPU_INSIDE_RATE = 1.0  # 10^9 bytes a second, gloo over loopback
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Bandwidths and latencies of a cluster, in bytes and seconds, and times of collectives over all its processes.
-
-    Attributes:
-        nodes, processes_per_node: one replica per process, unless a node is one.
-        link_rate: bandwidth of a node's link, bytes a second in each direction.
-        inside_rate: bandwidth of a process to the others of its node, bytes a second.
-        latency: seconds of one message between nodes.
-        inside_latency: seconds of one message inside a node.
-        memory_rate: memory bandwidth of a processor, bytes a second of sequential reads and writes.
-        jitter: relative standard deviation of a replica's compute time.
-        on_gpu: True if replicas compute on GPUs.
-    """
+    """Bandwidths and latencies of a cluster, in bytes and seconds, and times of collectives over all its processes."""
 
     nodes: int
-    processes_per_node: int
-    link_rate: float
-    inside_rate: float
-    latency: float
-    inside_latency: float
-    memory_rate: float
-    jitter: float = 0.0
-    on_gpu: bool = True
+    processes_per_node: int  # each a replica, unless a node is one
+    link_rate: float  # bandwidth of a node's link, bytes a second in each direction
+    inside_rate: float  # bandwidth of a process to the others of its node, bytes a second
+    latency: float  # seconds of one message between nodes
+    inside_latency: float  # seconds of one message inside a node
+    memory_rate: float  # memory bandwidth of a processor, bytes a second of sequential reads and writes
+    jitter: float = 0.0  # relative standard deviation of a replica's compute time
+    on_gpu: bool = True  # where replicas compute
 
     @classmethod
     def of(cls, config: ClusterConfig, nodes: int) -> Cluster:

@@ -49,20 +49,13 @@ _FRAGMENTATION = 1 / 3
 
 @dataclass(frozen=True)
 class PassBytes:
-    """Bytes of forward and backward passes, beside the weights.
+    """Bytes of forward and backward passes, beside the weights."""
 
-    Attributes:
-        saved: activations saved by the forward pass of a micro-batch for its backward pass.
-        peak: peak of a step, gradients included.
-        without_gradients: peak of a step without accumulated gradients, for optimizers that hold buffers for all
-            gradients at any time.
-        unused: fragmentation of a CPU's allocator.
-    """
-
-    saved: int
-    peak: int
+    saved: int  # activations saved by the forward pass of a micro-batch for its backward pass
+    peak: int  # peak of a step, gradients included
+    # peak of a step without accumulated gradients, for optimizers that hold buffers for all gradients at any time
     without_gradients: int
-    unused: int = 0
+    unused: int = 0  # fragmentation of a CPU's allocator
 
 
 def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micro_batches: int) -> PassBytes:
@@ -188,21 +181,13 @@ _MASK_BITS = 2  # per element: whether it takes part in exchanges, and whether i
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peak memory of one process in a step, in bytes.
+    """Peak memory of one process in a step, in bytes."""
 
-    Attributes:
-        weights: in the model's dtype.
-        state: optimizer state, master weights included.
-        exchange: buffers of collectives, without those internal to the collective library.
-        passes: gradients, activations and temporaries, and a CPU's allocator overhead.
-        saved: of these, activations saved by one forward pass for its backward pass.
-    """
-
-    weights: int
-    state: int
-    exchange: int
-    passes: int
-    saved: int
+    weights: int  # in the model's dtype
+    state: int  # optimizer state, master weights included
+    exchange: int  # buffers of collectives, without those internal to the collective library
+    passes: int  # gradients, activations and temporaries, and a CPU's allocator overhead
+    saved: int  # of these, activations saved by one forward pass for its backward pass
 
     @property
     def total(self) -> int:

@@ -23,18 +23,12 @@ from megatron01.cost.cluster import Cluster, Resource, Stage, expected_maximum
 
 
 class Task(NamedTuple):
-    """A task of a ``Timeline``.
+    """A task of a ``Timeline``."""
 
-    Attributes:
-        resource: occupied exclusively from its start to its end.
-        after: numbers of its dependencies.
-        priority: goes before tasks without it.
-    """
-
-    resource: Resource
+    resource: Resource  # occupied exclusively from its start to its end
     seconds: float
-    after: tuple[int, ...] = ()
-    priority: bool = False
+    after: tuple[int, ...] = ()  # numbers of its dependencies
+    priority: bool = False  # goes before tasks without it
 
 
 class Timeline:
@@ -97,30 +91,19 @@ _MOST_BUCKETS = 48
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Compute work of one process in one step.
+    """Compute work of one process in one step."""
 
-    Attributes:
-        parameters: elements of the model that this process holds.
-        forward_seconds, backward_seconds: of one micro-batch.
-        micro_batches: per step.
-        gradient_bytes: per gradient element on the wire, at full steps.
-        step_seconds: fixed overhead of a step: kernel launches, data loading.
-        exchange_seconds: fixed processor overhead of exchanging a bucket; not for Adam's all-reduce.
-        arithmetic: time of the optimizer's arithmetic relative to its memory traffic at full memory bandwidth.
-        sending: processor seconds per byte sent or received; 0 if network cards do the work.
-        ddp_bucket_bytes: size of DDP's gradient buckets, for Adam.
-    """
-
-    parameters: int
-    forward_seconds: float
-    backward_seconds: float
-    micro_batches: int = 1
-    gradient_bytes: float = 2.0
-    step_seconds: float = 0.0
-    exchange_seconds: float = 0.0
+    parameters: int  # elements of the model that this process holds
+    forward_seconds: float  # of one micro-batch
+    backward_seconds: float  # likewise
+    micro_batches: int = 1  # per step
+    gradient_bytes: float = 2.0  # per gradient element on the wire, at full steps
+    step_seconds: float = 0.0  # fixed overhead of a step: kernel launches, data loading
+    exchange_seconds: float = 0.0  # fixed processor overhead of exchanging a bucket; not for Adam's all-reduce
+    # time of the optimizer's arithmetic relative to its memory traffic at full memory bandwidth
     arithmetic: float = 1.25
-    sending: float = 0.0
-    ddp_bucket_bytes: float = 25e6
+    sending: float = 0.0  # processor seconds per byte sent or received; 0 if network cards do the work
+    ddp_bucket_bytes: float = 25e6  # size of DDP's gradient buckets, for Adam
 
     @property
     def compute_seconds(self) -> float:
@@ -130,19 +113,12 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Breakdown of the seconds of a step; ``seconds`` is their sum.
+    """Breakdown of the seconds of a step; ``seconds`` is their sum."""
 
-    Attributes:
-        compute: forward and backward passes, and fixed overhead.
-        arithmetic: of the optimizer, compression included.
-        exposed: communication that does not overlap with compute.
-        waiting: mean wait for the slowest replica.
-    """
-
-    compute: float
-    arithmetic: float
-    exposed: float
-    waiting: float = 0.0
+    compute: float  # forward and backward passes, and fixed overhead
+    arithmetic: float  # of the optimizer, compression included
+    exposed: float  # communication that does not overlap with compute
+    waiting: float = 0.0  # mean wait for the slowest replica
 
     @property
     def seconds(self) -> float:
@@ -151,18 +127,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class StepModel:
-    """Step times of one model on one cluster.
-
-    Attributes:
-        config: of the optimizer.
-        replica_is_node: the processes of a node average their gradients at every step.
-        sharded: with ZeRO inside nodes: each process updates its shard and sends it to the others; not for Adam.
-    """
+    """Step times of one model on one cluster."""
 
     cluster: Cluster
     work: Work
     config: OptimizerConfig
-    replica_is_node: bool = False
+    replica_is_node: bool = False  # the processes of a node average their gradients at every step
+    # with ZeRO inside nodes: each process updates its shard and sends it to the others; not for Adam
     sharded: bool = False
 
     def step(self, kind: str, *, every_step: bool) -> StepTime:
@@ -323,32 +294,22 @@ def _whole_buckets(buckets: float) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One way to train: an optimizer with its settings and layout.
-
-    Attributes:
-        replica_is_node: the processes of a node average their gradients at every step.
-        sharded: and shard the optimizer state among them (ZeRO).
-    """
+    """One way to train: an optimizer with its settings and layout."""
 
     name: str
     optimizer: OptimizerConfig
-    replica_is_node: bool = False
-    sharded: bool = False
+    replica_is_node: bool = False  # the processes of a node average their gradients at every step
+    sharded: bool = False  # and shard the optimizer state among them (ZeRO)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime:
-    """Time and traffic of a run with one choice.
-
-    Attributes:
-        kinds: number and mean time of the steps of each kind that occurs.
-        node_bytes: bytes sent by one node to others, in all steps.
-    """
+    """Time and traffic of a run with one choice."""
 
     choice: Choice
-    kinds: Mapping[str, tuple[int, StepTime]]
+    kinds: Mapping[str, tuple[int, StepTime]]  # number and mean time of the steps of each kind that occurs
     seconds: float
-    node_bytes: float
+    node_bytes: float  # bytes sent by one node to others, in all steps
 
     @property
     def steps(self) -> int:
@@ -361,21 +322,13 @@ class RunTime:
 
 
 class _StepGroup(NamedTuple):
-    """Steps of a run that take the same time.
+    """Steps of a run that take the same time."""
 
-    Attributes:
-        kind: one of ``STEP_KINDS``.
-        every_step: the synchronization interval is 1.
-        steps: their number.
-        packed_rounds: number of 1-bit exchanges; full steps may make one too.
-        waiting: total wait for the slowest replica, in standard deviations of one step's compute time.
-    """
-
-    kind: str
-    every_step: bool
-    steps: int
-    packed_rounds: int
-    waiting: float
+    kind: str  # one of ``STEP_KINDS``
+    every_step: bool  # the synchronization interval is 1
+    steps: int  # their number
+    packed_rounds: int  # number of 1-bit exchanges; full steps may make one too
+    waiting: float  # total wait for the slowest replica, in standard deviations of one step's compute time
 
 
 def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, precision: Precision) -> RunTime:

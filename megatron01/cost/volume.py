@@ -34,16 +34,11 @@ class Wire:
     """Bytes that one replica sends in one exchange, without message headers (16 bytes each).
 
     Flat buffers consist of whole blocks: each parameter starts a new block, and replicas own equal rows of blocks.
-
-    Attributes:
-        parameter_sizes: elements of each parameter tensor.
-        replicas: n, at least 2.
-        block_size: consecutive elements that share one scale.
     """
 
-    parameter_sizes: tuple[int, ...]
-    replicas: int
-    block_size: int
+    parameter_sizes: tuple[int, ...]  # elements of each parameter tensor
+    replicas: int  # n, at least 2
+    block_size: int  # consecutive elements that share one scale
 
     def __post_init__(self) -> None:
         if self.replicas < 2:
@@ -75,17 +70,11 @@ class Wire:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic(StepTable):
-    """Schedule and traffic of every step of a run.
+    """Schedule and traffic of every step of a run."""
 
-    Attributes:
-        learning_rate: fp64[steps].
-        bytes_sent: int64[steps], by one replica.
-        parameters: elements of the model.
-    """
-
-    learning_rate: NDArray[np.float64]
-    bytes_sent: NDArray[np.int64]
-    parameters: int
+    learning_rate: NDArray[np.float64]  # fp64[steps]
+    bytes_sent: NDArray[np.int64]  # int64[steps], by one replica
+    parameters: int  # elements of the model
 
     @cached_property
     def kind(self) -> NDArray[np.uint8]:
@@ -181,20 +170,14 @@ def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Consecutive steps with one interval, all before or all after the second moment is frozen.
+    """Consecutive steps with one interval, all before or all after the second moment is frozen."""
 
-    Attributes:
-        first, last: steps, both included; ``first_lr`` and ``last_lr`` are their learning rates.
-        interval: steps between two synchronizations.
-        full, one_bit, local: number of steps of each kind.
-    """
-
-    first: int
-    last: int
-    interval: int
+    first: int  # step
+    last: int  # step, included
+    interval: int  # steps between two synchronizations
     first_lr: float
     last_lr: float
-    full: int
+    full: int  # number of steps of this kind, as the next two
     one_bit: int
     local: int
     rounds: int
@@ -208,20 +191,14 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of a run with the same steps of another optimizer.
-
-    Attributes:
-        bytes_sent, rounds: of one replica with the other optimizer.
-        volume_saved, rounds_saved: fraction of them that this run saves; negative if it sends more.
-        times_less: the other's bytes over this run's.
-    """
+    """Comparison of a run with the same steps of another optimizer."""
 
     name: str
-    bytes_sent: int
+    bytes_sent: int  # of one replica with the other optimizer, as the rounds
     rounds: int
-    volume_saved: float
-    rounds_saved: float
-    times_less: float
+    volume_saved: float  # fraction of the bytes that this run saves; negative if it sends more
+    rounds_saved: float  # the same of the rounds
+    times_less: float  # the other's bytes over this run's
 
 
 def phases(run: Traffic) -> list[Phase]:

@@ -250,21 +250,13 @@ def map_sentences(
 
 
 class Masking(NamedTuple):
-    """How words are masked for prediction, and the special tokens.
+    """How words are masked for prediction, and the special tokens."""
 
-    Attributes:
-        mask_prob: share of the tokens to predict.
-        max_predictions: upper bound of tokens to predict.
-        whole_word_ngram: mask 1 to 3 whole words at a time, else single tokens.
-        is_continuation: bool[V], true for pieces that continue a word.
-        cls, sep, mask, pad: ids.
-    """
-
-    mask_prob: float
-    max_predictions: int
-    whole_word_ngram: bool
-    is_continuation: NDArray[np.bool_]
-    cls: int
+    mask_prob: float  # share of the tokens to predict
+    max_predictions: int  # upper bound of tokens to predict
+    whole_word_ngram: bool  # mask 1 to 3 whole words at a time, else single tokens
+    is_continuation: NDArray[np.bool_]  # bool[V], true for pieces that continue a word
+    cls: int  # id, as the next three
     sep: int
     mask: int
     pad: int

@@ -41,23 +41,14 @@ class MaskingTokens:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class Tokenizer(ABC):
-    """A vocabulary and the rules that cut text into its entries.
+    """A vocabulary and the rules that cut text into its entries."""
 
-    Attributes:
-        name: the vocabulary's file, for messages.
-        vocab_size: number of ids, before any padding for the model.
-        fingerprint: hash of the vocabulary and the rules; equal wherever the files lie.
-        unknown: id of the unknown token, None if the vocabulary can encode all text.
-        eod: id of the token that ends a document, None if the vocabulary has none.
-        masking: what BERT samples need, None if the vocabulary lacks some of it.
-    """
-
-    name: str
-    vocab_size: int
-    fingerprint: str
-    unknown: int | None
-    eod: int | None
-    masking: MaskingTokens | None
+    name: str  # the vocabulary's file, for messages
+    vocab_size: int  # number of ids, before any padding for the model
+    fingerprint: str  # hash of the vocabulary and the rules; equal wherever the files lie
+    unknown: int | None  # id of the unknown token, None if the vocabulary can encode all text
+    eod: int | None  # id of the token that ends a document, None if the vocabulary has none
+    masking: MaskingTokens | None  # what BERT samples need, None if the vocabulary lacks some of it
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens around it.

@@ -29,34 +29,23 @@ UNLIMITED = -1
 
 @dataclass(frozen=True)
 class Examination:
-    """State of one process and its machine; sizes in bytes.
-
-    Attributes:
-        versions: versions by name that must be equal on all ranks.
-        gpus: GPUs visible to the process: (UUID, name, memory, bf16 in hardware).
-        interfaces: (name, address, Mbit/s or None).
-        gloo: name and address of the interface that gloo uses, or None.
-        addresses: addresses that the machine's own name resolves to.
-        open_files, locked_memory: limits of the process (ulimit), or UNLIMITED.
-        shared_memory: free space in /dev/shm.
-        free: free space of the shared folder; None if it cannot be determined.
-    """
+    """State of one process and its machine; sizes in bytes."""
 
     rank: int
     node: str
     host: str
-    versions: dict[str, str]
-    gpus: list[tuple[str, str, int, bool]]
+    versions: dict[str, str]  # versions by name that must be equal on all ranks
+    gpus: list[tuple[str, str, int, bool]]  # GPUs visible to the process: (UUID, name, memory, bf16 in hardware)
     cores: int
-    interfaces: list[tuple[str, str, int | None]]
-    gloo: tuple[str, str] | None
+    interfaces: list[tuple[str, str, int | None]]  # (name, address, Mbit/s or None)
+    gloo: tuple[str, str] | None  # name and address of the interface that gloo uses, or None
     gloo_variable: str
     infiniband: list[str]
-    addresses: list[str]
-    open_files: int
-    locked_memory: int
-    shared_memory: int
-    free: int | None
+    addresses: list[str]  # addresses that the machine's own name resolves to
+    open_files: int  # limit of the process (ulimit), or UNLIMITED
+    locked_memory: int  # likewise
+    shared_memory: int  # free space in /dev/shm
+    free: int | None  # free space of the shared folder; None if it cannot be determined
 
 
 def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:

@@ -37,19 +37,14 @@ class Rate:
 
 @dataclass(frozen=True)
 class NetworkReport:
-    """Measurements of a job's network; the same on all ranks.
+    """Measurements of a job's network; the same on all ranks."""
 
-    Attributes:
-        latency: seconds of an all-reduce of one number.
-        links: (sender's rank, receiver's rank, Mbit/s) from each node to the next one, all at the same time.
-        link_bytes: bytes sent over each of them.
-        clocks: (rank, clock offset to rank 0 in s, uncertainty in s) of the first rank of each other node.
-    """
-
-    latency: float
+    latency: float  # seconds of an all-reduce of one number
     rates: list[Rate]
+    # (sender's rank, receiver's rank, Mbit/s) from each node to the next one, all at the same time
     links: list[tuple[int, int, float]]
-    link_bytes: int
+    link_bytes: int  # bytes sent over each of them
+    # (rank, clock offset to rank 0 in s, uncertainty in s) of the first rank of each other node
     clocks: list[tuple[int, float, float]]
 
 

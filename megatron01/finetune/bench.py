@@ -36,13 +36,10 @@ _EVALUATION_COST = 0.25  # time to evaluate an example, relative to training on 
 
 
 class Training(NamedTuple):
-    """Outcome of a training.
-
-    Attributes:
-        loss: mean over the last tenth of the steps; None if the loss was NaN or infinite, so that training ended early.
-    """
+    """Outcome of a training."""
 
     num_steps: int
+    # mean over the last tenth of the steps; None if the loss was NaN or infinite, so that training ended early
     loss: float | None
 
 

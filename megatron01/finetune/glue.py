@@ -33,47 +33,29 @@ from megatron01.utils.files import json_object
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A training, development or test set of a task.
+    """A training, development or test set of a task."""
 
-    Attributes:
-        names: names of its file, without extension: those of the download first, then those of the hub.
-        folders: lower-case names of its folder, if not the task's; the last is its name on the hub.
-        submission: file name of its predictions, for a test set.
-        is_optional: True if it may be missing.
-    """
-
-    names: tuple[str, ...]
-    folders: tuple[str, ...] = ()
-    submission: str = ""
-    is_optional: bool = False
+    names: tuple[str, ...]  # names of its file, without extension: those of the download first, then those of the hub
+    folders: tuple[str, ...] = ()  # lower-case names of its folder, if not the task's; the last is its name on the hub
+    submission: str = ""  # file name of its predictions, for a test set
+    is_optional: bool = False  # it may be missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A GLUE task.
+    """A GLUE task."""
 
-    Attributes:
-        name: as in the papers.
-        first, second: names of the sentence columns in different layouts; ``second`` is empty for single sentences.
-        label: names of the label column, likewise.
-        labels: class names by class number; empty for scores from 0 to 5.
-        columns: of the results; the first selects the best setting (accuracy rather than F1, as in the published
-            tables).
-        dev, test: sets to evaluate and to predict.
-        headless_tsv: columns of training and development files that have no header.
-        has_incomplete_rows: True if the original training file has truncated rows, which are left out.
-    """
-
-    name: TaskName
-    first: tuple[str, ...]
-    second: tuple[str, ...] = ()
-    label: tuple[str, ...] = ("label",)
-    labels: tuple[str, ...] = ("0", "1")
+    name: TaskName  # as in the papers
+    first: tuple[str, ...]  # names of the column of sentences in different layouts
+    second: tuple[str, ...] = ()  # the same of the second sentences; empty for single sentences
+    label: tuple[str, ...] = ("label",)  # names of the label column, likewise
+    labels: tuple[str, ...] = ("0", "1")  # class names by class number; empty for scores from 0 to 5
+    # of the results; the first selects the best setting (accuracy rather than F1, as in the published tables)
     columns: tuple[Column, ...]
-    dev: tuple[Split, ...] = (Split(names=("dev", "validation")),)
-    test: tuple[Split, ...]
-    headless_tsv: tuple[str, ...] = ()
-    has_incomplete_rows: bool = False
+    dev: tuple[Split, ...] = (Split(names=("dev", "validation")),)  # sets to evaluate
+    test: tuple[Split, ...]  # sets to predict
+    headless_tsv: tuple[str, ...] = ()  # columns of training and development files that have no header
+    has_incomplete_rows: bool = False  # the original training file has truncated rows, which are left out
 
     @property
     def folders(self) -> list[str]:
@@ -207,32 +189,21 @@ _TRAIN = Split(names=("train",))
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A sentence or a pair of sentences.
+    """A sentence or a pair of sentences."""
 
-    Attributes:
-        index: the example's id in the file, or its number.
-        first, second: the sentences; ``second`` is None for single sentences.
-        label: number of the class, or the score; None in a test set.
-    """
-
-    index: str
-    first: str
-    second: str | None
-    label: int | float | None
+    index: str  # the example's id in the file, or its number
+    first: str  # sentence
+    second: str | None  # None for single sentences
+    label: int | float | None  # number of the class, or the score; None in a test set
 
 
 @dataclass(frozen=True)
 class TaskData:
-    """Training and development sets of a task.
-
-    Attributes:
-        dev: the development sets, in the order of ``Task.dev``.
-        notes: warnings for the user; each a sentence.
-    """
+    """Training and development sets of a task."""
 
     train: list[Example]
-    dev: list[list[Example]]
-    notes: tuple[str, ...]
+    dev: list[list[Example]]  # the development sets, in the order of ``Task.dev``
+    notes: tuple[str, ...]  # warnings for the user; each a sentence
 
     @cached_property
     def fingerprint(self) -> str:

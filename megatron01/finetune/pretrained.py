@@ -47,14 +47,10 @@ _TEXTS_AT_ONCE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """Token ids and types of one example.
+    """Token ids and types of one example."""
 
-    Attributes:
-        ids: token ids, special tokens included: int32[tokens].
-        types: token types, 0 for the first sentence and 1 for the second if the model has types: int8[tokens].
-    """
-
-    ids: NDArray[np.int32]
+    ids: NDArray[np.int32]  # token ids, special tokens included: int32[tokens]
+    # token types, 0 for the first sentence and 1 for the second if the model has types: int8[tokens]
     types: NDArray[np.int8]
 
     def __len__(self) -> int:
@@ -63,15 +59,10 @@ class Encoded:
 
 @dataclass(frozen=True)
 class TextEncoder:
-    """A tokenizer that adds the special tokens that its model expects around single texts and pairs.
+    """A tokenizer that adds the special tokens that its model expects around single texts and pairs."""
 
-    Attributes:
-        tokenizer: a fast tokenizer of transformers.
-        uses_types: True if the model takes token types.
-    """
-
-    tokenizer: Any
-    uses_types: bool
+    tokenizer: Any  # a fast tokenizer of transformers
+    uses_types: bool  # the model takes token types
 
     @property
     def backend(self) -> Backend:
@@ -126,21 +117,14 @@ def as_input(encoding: Any) -> Encoded:
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A pretrained model.
+    """A pretrained model."""
 
-    Attributes:
-        source: its folder, for messages.
-        head: kind of head for fine-tuning.
-        body: its weights without any head, by their names in a model with one: fp32, on the CPU.
-        max_length: number of positions.
-    """
-
-    source: str
-    head: Head
+    source: str  # its folder, for messages
+    head: Head  # kind of head for fine-tuning
     config: Any
-    body: dict[str, Tensor]
+    body: dict[str, Tensor]  # its weights without any head, by their names in a model with one: fp32, on the CPU
     encoder: TextEncoder
-    max_length: int
+    max_length: int  # number of positions
     fingerprint: str
 
     def new_model(self, *, num_outputs: int, seed: int, dropout: float | None) -> Any:

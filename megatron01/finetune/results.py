@@ -83,21 +83,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a run.
-
-    Attributes:
-        data: fingerprint of the examples.
-        metrics: on the development sets, by name; 1 is best.
-        loss: mean over the last tenth of the steps; None if the run diverged.
-        diverged: True if the loss was not finite, so that the run ended early; its metrics are then 0.
-    """
+    """Result of a run."""
 
     run: Run
-    data: str
-    metrics: dict[str, float]
+    data: str  # fingerprint of the examples
+    metrics: dict[str, float]  # on the development sets, by name; 1 is best
     num_steps: int
-    loss: float | None
-    diverged: bool
+    loss: float | None  # mean over the last tenth of the steps; None if the run diverged
+    diverged: bool  # the loss was not finite, so that the run ended early; its metrics are then 0
     seconds: float
 
 

@@ -105,21 +105,15 @@ _CONTEXT = 1  # sequence id of the second text in an encoding
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A model input: the question and a range of its context's tokens.
+    """A model input: the question and a range of its context's tokens."""
 
-    Attributes:
-        question: index of the question.
-        first: position of the first of ``len(spans)`` context tokens.
-        spans: start and end character in the context of each context token: int32[context tokens, 2].
-        best: True for context tokens that have more context here than in other windows: bool[context tokens].
-        answer: first and last token of the answer; (0, 0), the first special token, if it is not in this window.
-    """
-
-    question: int
+    question: int  # index of the question
     encoded: Encoded
-    first: int
-    spans: NDArray[np.int32]
+    first: int  # position of the first of ``len(spans)`` context tokens
+    spans: NDArray[np.int32]  # start and end character in the context of each context token: int32[context tokens, 2]
+    # True for context tokens that have more context here than in other windows: bool[context tokens]
     best: NDArray[np.bool_]
+    # first and last token of the answer; (0, 0), the first special token, if it is not in this window
     answer: tuple[int, int]
 
     def __len__(self) -> int:
@@ -219,16 +213,12 @@ def collate(examples: Sequence[Window], encoder: TextEncoder) -> dict[str, Tenso
 
 @dataclass(frozen=True)
 class Candidate:
-    """A candidate answer: a span of a context.
-
-    Attributes:
-        probability: softmax of the scores over the candidates of the question.
-    """
+    """A candidate answer: a span of a context."""
 
     text: str
     start_logit: float
     end_logit: float
-    probability: float = 0.0
+    probability: float = 0.0  # softmax of the scores over the candidates of the question
 
     @property
     def score(self) -> float:

@@ -25,19 +25,14 @@ _BACKWARD_SHARE = 2 / 3  # a backward pass takes twice the operations of the for
 
 @dataclass(frozen=True)
 class Forecast:
-    """Run times of all choices on a cluster.
-
-    Attributes:
-        tokens_per_step: of all replicas.
-        price: of the whole cluster per second; None if not known.
-    """
+    """Run times of all choices on a cluster."""
 
     cluster: Cluster
     work: Work
     runs: list[RunTime]
     recommendation: Recommendation
-    tokens_per_step: int
-    price: float | None
+    tokens_per_step: int  # of all replicas
+    price: float | None  # of the whole cluster per second; None if not known
 
 
 def show(config: ForecastSettings) -> None:
