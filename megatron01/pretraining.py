@@ -23,27 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """A model that can be pretrained. The three functions are those that ``megatron01.pretrain`` takes.
+    """A model that can be pretrained. The three functions are those that ``megatron01.pretrain`` takes."""
 
-    Attributes:
-        config_class: its settings.
-        description: for ``--help``.
-        build_datasets: builds the training, validation and test datasets.
-        build_model: builds the model, with the same initial weights on every rank.
-        forward_step: (model, batch) -> the loss, a scalar, and its components by name.
-    """
-
-    config_class: type[GPTPretrainConfig | BertPretrainConfig]
-    description: str
+    config_class: type[GPTPretrainConfig | BertPretrainConfig]  # its settings
+    description: str  # for ``--help``
+    # builds the training, validation and test datasets
     build_datasets: Callable[[Any, Tokenizer, SampleCounts], Splits[SampleDataset]]
-    build_model: Callable[[Any, Tokenizer], nn.Module]
+    build_model: Callable[[Any, Tokenizer], nn.Module]  # builds the model, with the same initial weights on every rank
+    # (model, batch) -> the loss, a scalar, and its components by name
     forward_step: Callable[[nn.Module, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
 
     def run(self, argv: Sequence[str], prog: str) -> int:
         """Pretrain with the settings of a command line; returns the exit status.
 
-        Raises:
-            UserError: for a mistake in the settings or the data.
+        Raises UserError for a mistake in the settings or the data.
         """
         config = parse(self.config_class, argv, prog=prog, description=self.description, other_files=DeepSpeedSource())
         from megatron01.training import pretrain
@@ -105,8 +98,7 @@ BERT = Pretraining(
 def pretrain_command(argv: Sequence[str], prog: str) -> int | None:
     """``megatron01 pretrain gpt|bert``: returns the exit status of the run.
 
-    Raises:
-        UserError: as ``Pretraining.run``, or if neither model is named.
+    Raises UserError as ``Pretraining.run``, or if neither model is named.
     """
     commands = {"gpt": Command(GPT.description, GPT.run), "bert": Command(BERT.description, BERT.run)}
     return dispatch(commands, argv, prog, arguments="--config FILE [flags]")

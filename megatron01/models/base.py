@@ -103,10 +103,8 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
     The rows above the tokenizer's size are never looked up, take no part in any softmax, get a zero gradient and start
     as zeros: a padded and an unpadded model are the same function (``models.cross_entropy``). Megatron-LM lets the
-    padding take part in the softmax, which shifts its loss a little, so that export changes the model.
-
-    Raises:
-        UserError: if one of the two is below 1.
+    padding take part in the softmax, which shifts its loss a little, so that export changes the model. Raises UserError
+    if one of the two is below 1.
     """
     for name, value in (("vocab_size", vocab_size), ("make_vocab_size_divisible_by", divisible_by)):
         if value < 1:

@@ -103,16 +103,13 @@ class Bert(InitializedModel):
         padding_mask: torch.Tensor | None,
         token_positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The last hidden states, (b, s, h).
+        """The last hidden states, (b, s, h). Raises UserError if s is above ``max_position_embeddings``.
 
         Args:
             text, types: ids and token types, (b, s) integers.
             padding_mask: (b, s) integers, 1 = token; None where there is no padding.
             token_positions: (t,) int64, where the mask is 1 in the batch laid out as one row. If it is given, norms and
                 linear layers leave out the padding, whose hidden states are then 0.
-
-        Raises:
-            UserError: if s is above ``max_position_embeddings``.
         """
         hidden = self.embedding(text, types=types.int())
         mask = None if padding_mask is None else key_mask_from_padding(padding_mask, hidden.dtype)
@@ -131,11 +128,10 @@ class Bert(InitializedModel):
     def forward(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> BertOutput:
         """Hidden states and the logits of both heads at every position.
 
+        Raises UserError if s is above ``max_position_embeddings``.
+
         Args:
             text, types, padding_mask: (b, s) integers, as of ``encode``.
-
-        Raises:
-            UserError: if s is above ``max_position_embeddings``.
         """
         hidden = self.encode(text, types, padding_mask)
         lm_logits = self.lm_head(hidden, self.embedding.word_embeddings.weight)[..., : self.vocab_size]

@@ -36,6 +36,8 @@ def row_chunks(values: Tensor) -> list[slice]:
 def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None) -> Tensor:
     """-log softmax(logits)[label] of each token, in fp32, over the first ``vocab_size`` columns; no autograd graph.
 
+    Raises RuntimeError for a label outside of the vocabulary (on a GPU, at the next synchronization).
+
     Args:
         logits: (n, V) in fp32, bf16 or fp16; columns from ``vocab_size`` on belong to padding. With
             ``gradient_weights`` they are replaced by the gradient of sum(losses x weights), which is 0 for padding.
@@ -45,9 +47,6 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_w
 
     Returns:
         (n,) fp32.
-
-    Raises:
-        RuntimeError: for a label outside of the vocabulary (on a GPU, at the next synchronization).
     """
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     for rows in row_chunks(logits):

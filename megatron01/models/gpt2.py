@@ -53,7 +53,7 @@ class GPT2(InitializedModel):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Next-token logits.
+        """Next-token logits. Raises UserError if s is above ``max_position_embeddings``.
 
         Args:
             tokens: (b, s) int32 or int64.
@@ -64,9 +64,6 @@ class GPT2(InitializedModel):
 
         Returns:
             (b, s, v) in the parameters' type: a view that leaves out the padding of the vocabulary.
-
-        Raises:
-            UserError: if s is above ``max_position_embeddings``.
         """
         return self._logits(self._hidden(tokens, position_ids, document_ids))
 
@@ -88,13 +85,12 @@ class GPT2(InitializedModel):
     ) -> torch.Tensor:
         """Mean cross entropy of ``labels`` over ``loss_mask``, in nats, an fp32 scalar; 0 if the mask selects nothing.
 
+        Raises UserError if s is above ``max_position_embeddings``.
+
         Args:
             tokens, position_ids, document_ids: (b, s) integers, as of ``forward``.
             labels: (b, s) integers in [0, v).
             loss_mask: (b, s) integers, 1 where a token counts.
-
-        Raises:
-            UserError: if s is above ``max_position_embeddings``.
         """
         hidden = self._hidden(tokens, position_ids, document_ids)  # (b, s, h)
         output: torch.Tensor = self.token_loss(hidden, self.embedding.word_embeddings.weight, labels, loss_mask)

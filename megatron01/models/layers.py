@@ -41,11 +41,7 @@ class ApexLayerNorm(nn.LayerNorm):
 
 
 def layer_norm(config: ModelConfig) -> nn.LayerNorm:
-    """A norm over the hidden size.
-
-    Raises:
-        UserError: if ``fused_layernorm`` asks for apex, which does not work here.
-    """
+    """A norm over the hidden size. Raises UserError if ``fused_layernorm`` asks for apex, which does not work here."""
     fused = uses_apex(
         config.fused_layernorm,
         setting="fused_layernorm",
@@ -112,15 +108,10 @@ class KeyValueCache:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Positions of the tokens of a padded batch, so that what works on single tokens leaves out the padding.
+    """Positions of the tokens of a padded batch, so that what works on single tokens leaves out the padding."""
 
-    Attributes:
-        positions: (t,) int64, in the batch laid out as one row of b s positions, in ascending order.
-        shape: b and s.
-    """
-
-    positions: torch.Tensor
-    shape: tuple[int, int]
+    positions: torch.Tensor  # (t,) int64, in the batch laid out as one row of b s positions, in ascending order
+    shape: tuple[int, int]  # b and s
 
     def pick(self, values: torch.Tensor) -> torch.Tensor:
         """(b, s, ...) -> (t, ...)."""
@@ -152,14 +143,11 @@ class Embedding(nn.Module):
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None, types: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Embeddings (b, s, h) in the parameters' type.
+        """Embeddings (b, s, h) in the parameters' type. Raises UserError if s is above ``max_position_embeddings``.
 
         Args:
             tokens, types: (b, s) int32 or int64.
             position_ids: (b, s) int32 or int64; 0 .. s - 1 if None.
-
-        Raises:
-            UserError: if s is above ``max_position_embeddings``.
         """
         seq_length, num_positions = tokens.shape[1], self.position_embeddings.num_embeddings
         if seq_length > num_positions:

@@ -58,7 +58,8 @@ def vocabulary_parallel_cross_entropy(
     """-log softmax(logits)[label] of each token over a vocabulary partitioned across ranks; no autograd graph.
 
     Each rank keeps its columns of the logits. Three numbers per token are all-reduced: the largest logit, the sum of
-    exponentials, and the label's logit.
+    exponentials, and the label's logit. Raises RuntimeError for a label outside of the vocabulary (on a GPU, at the
+    next synchronization).
 
     Args:
         logits: (n, c) in fp32, bf16 or fp16: this rank's columns, of which those from ``vocab_size`` on, counted over
@@ -70,9 +71,6 @@ def vocabulary_parallel_cross_entropy(
 
     Returns:
         (n,) fp32, the same bits on all ranks.
-
-    Raises:
-        RuntimeError: for a label outside of the vocabulary (on a GPU, at the next synchronization).
     """
     torch._assert_async(((labels >= 0) & (labels < vocab_size)).all(), "a label is outside of the vocabulary")
     num_columns = logits.shape[1]
@@ -134,8 +132,7 @@ Conversion = Callable[[Tensor], Tensor]
 def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel: bool) -> dict[str, Change]:
     """What changes in the forward pass of modules, by their names in the model.
 
-    Raises:
-        UserError: for a model without a plan.
+    Raises UserError for a model without a plan.
     """
     if not isinstance(model, GPT2 | Bert):
         raise UserError(
@@ -317,21 +314,14 @@ def without_logits(group: TensorParallelGroup, *, with_padding: bool = False) ->
 
 @dataclass(frozen=True)
 class ModelShard:
-    """This rank's shard of a model.
+    """This rank's shard of a model."""
 
-    Attributes:
-        model: with parameters of the size of a shard; the whole model, where a replica is one process.
-        shapes: of the whole parameters by name, in the model's order: without tensor parallelism.
-        partitions: of the parameters by name; every rank holds the whole of those not named.
-        ranks: the tensor-parallel ranks of this replica.
-        group: of the collectives in the forward pass; None where a replica is one process.
-    """
-
-    model: nn.Module
+    model: nn.Module  # with parameters of the size of a shard; the whole model, where a replica is one process
+    # of the whole parameters by name, in the model's order: without tensor parallelism
     shapes: Mapping[str, torch.Size]
-    partitions: Mapping[str, Partition]
-    ranks: TensorParallelRanks
-    group: TensorParallelGroup | None
+    partitions: Mapping[str, Partition]  # of the parameters by name; every rank holds the whole of those not named
+    ranks: TensorParallelRanks  # the tensor-parallel ranks of this replica
+    group: TensorParallelGroup | None  # of the collectives in the forward pass; None where a replica is one process
 
     @property
     def partial(self) -> ModelShardRanks | None:
@@ -361,10 +351,8 @@ def build_model_shard(
     """Build a model, or this process's shard of it, on the default device.
 
     Initial weights do not depend on the number of ranks. The whole model never exists: it is built on the meta device,
-    partitioned, and then drawn one parameter at a time, of which the shard is kept.
-
-    Raises:
-        UserError: for a model that there is no plan for.
+    partitioned, and then drawn one parameter at a time, of which the shard is kept. Raises UserError for a model that
+    there is no plan for.
     """
     if ranks.size == 1:
         model = build()

@@ -80,9 +80,7 @@ class LaunchEnvironment:
 
         The innermost launcher wins: torchrun may run inside srun, and mpirun starts its own daemons with srun. A plain
         ``python`` inside an salloc or sbatch shell is a single process, although SLURM_PROCID and SLURM_NTASKS are set.
-
-        Raises:
-            UserError: if variables are missing, not numbers, or contradict each other.
+        Raises UserError if variables are missing, not numbers, or contradict each other.
         """
         if "RANK" in environ or "WORLD_SIZE" in environ:
             names = _TORCHRUN

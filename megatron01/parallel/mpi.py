@@ -17,8 +17,7 @@ _MESSAGE_BYTES = 1024
 def connect(environment: LaunchEnvironment) -> Any:
     """MPI's communicator of all processes, COMM_WORLD (mpi4py's ``MPI.Intracomm``).
 
-    Raises:
-        UserError: if mpi4py or the MPI library is missing, or the job was not started with that library's launcher.
+    Raises UserError if mpi4py or the MPI library is missing, or the job was not started with that library's launcher.
     """
     if environment.launcher not in ("mpirun", "srun"):
         raise UserError(

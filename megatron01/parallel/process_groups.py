@@ -118,10 +118,8 @@ class ReplicaGroup:
     def local_first(self) -> Iterator[None]:
         """Run the body on local rank 0 of each machine first, then on the others, which find the files it wrote.
 
-        It may take hours (LONG_TIMEOUT); a rank that dies is noticed at once.
-
-        Raises:
-            UserError: on the other replicas of a machine, without running the body, if it failed on local rank 0.
+        It may take hours (LONG_TIMEOUT); a rank that dies is noticed at once. Raises UserError on the other replicas of
+        a machine, without running the body, if it failed on local rank 0.
         """
         what = "local rank 0 to prepare files"
         if self.local_rank == 0:
@@ -258,11 +256,9 @@ _GRACE = 5.0
 def open_in_time(open_group: Callable[[], Result], timeout: datetime.timedelta, *, backend: str = "gloo") -> Result:
     """Call ``open_group``, which opens process groups with ``timeout``, in a thread that is abandoned if it hangs.
 
-    gloo waits forever, whatever its time-out, for a peer that published its address and died before it connected.
-    NCCL groups are opened in this thread, as the current GPU is a per-thread setting; they connect at first use.
-
-    Raises:
-        LostReplica: if the group is not open 5 seconds after the time-out. The process cannot continue then.
+    gloo waits forever, whatever its time-out, for a peer that published its address and died before it connected. NCCL
+    groups are opened in this thread, as the current GPU is a per-thread setting; they connect at first use. Raises
+    LostReplica if the group is not open 5 seconds after the time-out. The process cannot continue then.
     """
     if backend != "gloo":
         return open_group()

@@ -36,19 +36,12 @@ _GRACE = datetime.timedelta(seconds=15)
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank publishes about itself before process groups are opened.
+    """What a rank publishes about itself before process groups are opened."""
 
-    Attributes:
-        node: host name.
-        gpu: unique name of its GPU within the job; empty without one.
-        versions: version by package name; must be equal on all ranks, as replicas compute the same bits.
-        fingerprints: short texts by name that must be equal on all ranks too.
-    """
-
-    node: str
-    gpu: str
-    versions: dict[str, str]
-    fingerprints: dict[str, str]
+    node: str  # host name
+    gpu: str  # unique name of its GPU within the job; empty without one
+    versions: dict[str, str]  # version by package name; must be equal on all ranks, as replicas compute the same bits
+    fingerprints: dict[str, str]  # short texts by name that must be equal on all ranks too
 
 
 def own_versions() -> dict[str, str]:
@@ -120,14 +113,13 @@ def decided_by_rank_0(
 ) -> Any:
     """Publish a value of each rank in the store, and get what rank 0 decides from them. Called by every rank.
 
+    Raises DistStoreError if rank 0 does not decide in time, or is gone.
+
     Args:
         name: prefix of the keys.
         own: this rank's value, as JSON values.
         decide: function from the values that arrive in time, by rank, to JSON values; called on rank 0.
         timeout: how long to wait for the slowest rank.
-
-    Raises:
-        DistStoreError: if rank 0 does not decide in time, or is gone.
     """
     rank, ranks = environment.rank, range(environment.world_size)
     store.set(f"{name}/{rank}", json.dumps(own))
@@ -267,8 +259,7 @@ FILE_SYSTEM_DELAY_SECONDS = 60.0
 def require_shared(folder: str | Path, group: ReplicaGroup, *, timeout: float = FILE_SYSTEM_DELAY_SECONDS) -> None:
     """Check that a folder is one shared folder for all ranks: rank 0 writes a file that all must see. Collective.
 
-    Raises:
-        UserError: on every process, naming the machines that do not see the file, or why rank 0 cannot write it.
+    Raises UserError on every process, naming the machines that do not see the file, or why rank 0 cannot write it.
     """
     folder = Path(folder)
     (token, *_) = group.gather(secrets.token_hex(8))

@@ -42,12 +42,11 @@ def initialize(
 ) -> Iterator[ReplicaGroup]:
     """Open the job's process groups, which are closed on exit; a default group that is already open stays open.
 
+    Raises UserError if the rendezvous fails, ranks do not match, or the backend does not fit the machines or launcher.
+
     Args:
         fingerprints: short texts by name that must be equal on all ranks, beside their versions.
         store: the job's key-value store, if it is already open (``rendezvous.open_store``).
-
-    Raises:
-        UserError: if the rendezvous fails, ranks do not match, or the backend does not fit the machines or launcher.
     """
     # inherited by threads, so set before any starts; denormals make matrix products 100 times slower
     torch.set_flush_denormal(True)

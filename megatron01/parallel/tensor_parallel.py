@@ -126,14 +126,10 @@ scatter_to_sequence_parallel_region = _region(TensorParallelGroup.split, TensorP
 
 @dataclass(frozen=True)
 class Partition:
-    """Partition of a parameter along one dimension into shards of equal size; the last ones are padded with zeros.
+    """Partition of a parameter along one dimension into shards of equal size; the last ones are padded with zeros."""
 
-    Attributes:
-        dim: the partitioned dimension.
-        unit: rows along it that stay on one rank: those of a head, or the multiple that a vocabulary is padded to.
-    """
-
-    dim: int
+    dim: int  # the partitioned dimension
+    # rows along it that stay on one rank: those of a head, or the multiple that a vocabulary is padded to
     unit: int = 1
 
     def size(self, whole: int, num_ranks: int) -> int:
@@ -161,23 +157,14 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelRanks:
-    """Tensor-parallel layout of a job, seen from one process.
+    """Tensor-parallel layout of a job, seen from one process."""
 
-    Attributes:
-        size: tensor-parallel size; 1 without tensor parallelism.
-        rank: tensor-parallel rank, which is the index of the shard that this process holds.
-        replica: data-parallel rank of the replica that this process belongs to.
-        num_replicas: data-parallel size.
-        device: device of tensors for ``process_group``.
-        process_group: the tensor-parallel ranks of this replica; None if ``size`` is 1.
-    """
-
-    size: int
-    rank: int
-    replica: int
-    num_replicas: int
-    device: torch.device
-    process_group: dist.ProcessGroup | None = None
+    size: int  # tensor-parallel size; 1 without tensor parallelism
+    rank: int  # tensor-parallel rank, which is the index of the shard that this process holds
+    replica: int  # data-parallel rank of the replica that this process belongs to
+    num_replicas: int  # data-parallel size
+    device: torch.device  # device of tensors for ``process_group``
+    process_group: dist.ProcessGroup | None = None  # the tensor-parallel ranks of this replica; None if ``size`` is 1
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """All-gather fp64 numbers over the tensor-parallel ranks, by rank. Collective."""
@@ -192,8 +179,7 @@ class TensorParallelRanks:
 def find_tensor_parallel_ranks(group: ReplicaGroup, settings: DistributedConfig) -> TensorParallelRanks:
     """The tensor-parallel layout of the job. Collective.
 
-    Raises:
-        UserError: on every rank, if the ranks of the job, or of a node, do not make up whole replicas.
+    Raises UserError on every rank, if the ranks of the job, or of a node, do not make up whole replicas.
     """
     size = settings.tensor_model_parallel_size
     if group.world_size % size:

@@ -31,8 +31,7 @@ CHOSEN = ("optimizer", "sync_policy", "max_sync_interval", "bucket_elements", "f
 def saved_choice(config: OptimizerConfig, folder: Path, iteration: int) -> OptimizerConfig:
     """``config`` with the settings that ``--auto`` chose when the run of a checkpoint began.
 
-    Raises:
-        UserError: if the checkpoint's settings cannot be read.
+    Raises UserError if the checkpoint's settings cannot be read.
     """
     path = existing_folder(folder, iteration) / CONFIG_NAME
     saved = load_plain_yaml(path)

@@ -54,8 +54,7 @@ def first_disagreement(
 def require_agreement(fingerprints: Mapping[str, str], group: ReplicaGroup) -> None:
     """Check that all ranks start from the same settings, data and weights.
 
-    Raises:
-        UserError: on every rank, naming the first fingerprint that differs.
+    Raises UserError on every rank, naming the first fingerprint that differs.
     """
     if found := first_disagreement(fingerprints, group):
         name, rank, first, other = found
@@ -71,8 +70,7 @@ def require_equal_replicas(
 ) -> None:
     """Compare the hash of the replicated state, or of ``what``, over the ranks that hold the same shard.
 
-    Raises:
-        ReplicasDiverged: on every rank, naming the first one that differs.
+    Raises ReplicasDiverged on every rank, naming the first one that differs.
     """
     if found := first_disagreement({"fingerprint": fingerprint}, group, num_shards):
         _, rank, first, other = found

@@ -26,16 +26,11 @@ from megatron01.training.step import Batch, on_device
 
 @dataclass(frozen=True)
 class DataOrder:
-    """An order of training samples and when a run began to follow it.
+    """An order of training samples and when a run began to follow it."""
 
-    Attributes:
-        fingerprint: of the training data; empty for datasets that have none.
-        first_sample: samples that the run had consumed when it took the first one of this order.
-        segments: ranges of samples, first and last + 1, in consumption order, if some were deferred; else empty.
-    """
-
-    fingerprint: str
-    first_sample: int
+    fingerprint: str  # of the training data; empty for datasets that have none
+    first_sample: int  # samples that the run had consumed when it took the first one of this order
+    # ranges of samples, first and last + 1, in consumption order, if some were deferred; else empty
     segments: Sequence[tuple[int, int]] = ()
 
     def ranges(self, num_samples: int) -> list[tuple[int, int]]:
@@ -80,8 +75,7 @@ class Progress:
 def saved_progress(start: tuple[Path, int] | None) -> Progress:
     """Progress recorded in a checkpoint (folder and iteration); the beginning, if ``start`` is None.
 
-    Raises:
-        UserError: if the checkpoint is damaged.
+    Raises UserError if the checkpoint is damaged.
     """
     if start is None:
         return Progress()
@@ -155,8 +149,7 @@ class RunData:
     ) -> None:
         """``build``: sample counts -> datasets.
 
-        Raises:
-            UserError: if the datasets, which may be a user's own, hold fewer samples than the run takes.
+        Raises UserError if the datasets, which may be a user's own, hold fewer samples than the run takes.
         """
         training = config.training
         batch_size = training.resolved_global_batch_size(tp_ranks.num_replicas)

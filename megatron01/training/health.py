@@ -19,19 +19,12 @@ LINES_OF_A_STRAGGLER = 5
 
 @dataclass(frozen=True)
 class Findings:
-    """Result of the health checks since the last line.
+    """Result of the health checks since the last line."""
 
-    Attributes:
-        warnings: one-line messages.
-        loss_spike: message on a loss spike, one of the warnings too; None without one.
-        slowest_replica: local compute time of the slowest rank over the median rank's; None with one rank.
-        seconds: local compute time of each rank.
-    """
-
-    warnings: list[str]
-    loss_spike: str | None
-    slowest_replica: float | None
-    seconds: list[float]
+    warnings: list[str]  # one-line messages
+    loss_spike: str | None  # message on a loss spike, one of the warnings too; None without one
+    slowest_replica: float | None  # local compute time of the slowest rank over the median rank's; None with one rank
+    seconds: list[float]  # local compute time of each rank
 
 
 class Health:

@@ -181,23 +181,17 @@ def _layout_in_words(saved: CheckpointMetadata) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRun:
-    """Everything of a run that a checkpoint saves and restores.
-
-    Attributes:
-        tokenizer_fingerprint: of the vocabulary.
-        shard: what this process holds of the model.
-        readers: the processes that hold the same slices of the optimizer's state.
-    """
+    """Everything of a run that a checkpoint saves and restores."""
 
     config: PretrainConfig
     group: ReplicaGroup
-    shard: ModelShard
-    tokenizer_fingerprint: str
+    shard: ModelShard  # what this process holds of the model
+    tokenizer_fingerprint: str  # of the vocabulary
     optimizer: PretrainOptimizer
     data: RunData
     meter: Meter
     health: Health
-    readers: Readers
+    readers: Readers  # the processes that hold the same slices of the optimizer's state
 
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
@@ -218,13 +212,11 @@ class SavedRun:
     def load(self, folder: Path, iteration: int) -> tuple[CheckpointMetadata, list[str], list[str]]:
         """Restore optimizer, weights, meter, health checks and random-number generators from a checkpoint. Collective.
 
-        The same layout resumes to the bit. Another one continues from the average of the saved replicas.
+        The same layout resumes to the bit. Another one continues from the average of the saved replicas. Raises
+        UserError on every rank, if it is damaged or does not fit this run.
 
         Returns:
             The checkpoint's metadata, notes for the user, and settings that differ from the saved ones.
-
-        Raises:
-            UserError: on every rank, if it is damaged or does not fit this run.
         """
         group, optimizer, state = self.group, self.optimizer, self._named_state()
         current = self._metadata(0, 0)
@@ -300,7 +292,8 @@ def start_from_weights(
 ) -> list[str]:
     """Make the weights of a trained model the master weights of an optimizer that has not taken a step.
 
-    Called by all ranks together.
+    Called by all ranks together. Raises UserError on every rank, if the model cannot be read or is not of the run's
+    shape.
 
     Args:
         optimizer: of the model.
@@ -311,9 +304,6 @@ def start_from_weights(
 
     Returns:
         Notes for the user.
-
-    Raises:
-        UserError: on every rank, if the model cannot be read or is not of the run's shape.
     """
     with failing_together(group, "reading the pretrained model"):
         pretrained = read_model(folder, TokenizerFiles.of(settings))
