@@ -200,8 +200,7 @@ def publish(incomplete: Path, final: Path) -> None:
 
 
 FORMAT_VERSION = 5
-WEIGHTS_ALONE = "none"
-"""``optimizer`` in the metadata of a checkpoint that holds weights only."""
+WEIGHTS_ALONE = "none"  # ``optimizer`` in the metadata of a checkpoint that holds weights only
 LARGEST_FILE = 32 * 2**20
 """Maximum size of metadata.json in bytes. Parsed, it can take twenty times as much memory."""
 

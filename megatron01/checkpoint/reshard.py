@@ -24,8 +24,7 @@ from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup, failing_together
 from megatron01.parallel.tensor_parallel import Partition
 
-SHARES = "shares"
-"""Key of the shares of a rank's error feedback, among its values in a checkpoint."""
+SHARES = "shares"  # key of the shares of a rank's error feedback, among its values in a checkpoint
 
 ERRORS = {
     "error": ("worker_error", "server_error"),

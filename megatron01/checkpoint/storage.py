@@ -49,8 +49,7 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FORMAT_NAMES.va
 
 _INTERCHANGEABLE = {torch.float32, torch.bfloat16}
 _CHUNK_BYTES = 4 * 2**20
-LARGEST_HEADER = 64 * 2**20
-"""Maximum size of a header in bytes."""
+LARGEST_HEADER = 64 * 2**20  # maximum size of a header in bytes
 
 
 @dataclass(frozen=True)

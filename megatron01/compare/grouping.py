@@ -225,8 +225,7 @@ def _flat(config: PretrainConfig) -> set[tuple[str, str]]:
 
 _DEFAULTS = _flat(GPTPretrainConfig()) & _flat(BertPretrainConfig())
 
-OfRun = Callable[[Run], Column]
-"""Function from a run to a column, fp64[lines]."""
+OfRun = Callable[[Run], Column]  # function from a run to a column, fp64[lines]
 
 
 def iterations(run: Run) -> Column:

@@ -168,8 +168,7 @@ class PerplexityConfig(InferenceConfig):
 
 TaskName = Literal["RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI", "STS-B", "WNLI"]
 
-TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)
-"""The tasks of GLUE, in the order of the published tables."""
+TASK_NAMES: tuple[TaskName, ...] = get_args(TaskName)  # the tasks of GLUE, in the order of the published tables
 
 FROM_MNLI: tuple[TaskName, ...] = ("RTE", "MRPC", "STS-B")
 """The tasks that may start from a model of MNLI, as is usual for these small sets."""

@@ -21,8 +21,7 @@ from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.formatting import wrapped_columns
 
-Values = dict[str, Any]
-"""Settings of this project by key, such as ``optimizer.lr``."""
+Values = dict[str, Any]  # settings of this project by key, such as ``optimizer.lr``
 
 OPTIMIZERS = {"ZeroOneAdam": "zero_one_adam", "OneBitAdam": "one_bit_adam", "Adam": "adam", "AdamW": "adam"}
 SCHEDULERS = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

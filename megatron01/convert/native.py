@@ -32,11 +32,9 @@ from megatron01.models.tensor_parallel import partitions_for
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.utils.files import shipped
 
-UNKNOWN_TOKENIZER = ""
-"""The tokenizer fingerprint of a model whose tokenizer is not known."""
+UNKNOWN_TOKENIZER = ""  # the tokenizer fingerprint of a model whose tokenizer is not known
 
-TOKENIZER_FOLDER = "tokenizer"
-"""Folder with tokenizer files, beside the checkpoints that ``write_checkpoint`` writes."""
+TOKENIZER_FOLDER = "tokenizer"  # folder with tokenizer files, beside the checkpoints that ``write_checkpoint`` writes
 
 _SETTINGS: dict[str, type[PretrainConfig]] = {"GPT2": GPTPretrainConfig, "Bert": BertPretrainConfig}
 """Settings class by the model name in a checkpoint."""

@@ -17,8 +17,7 @@ from megatron01.models.base import WORD_EMBEDDINGS, padded_vocab_size
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
 
-VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")
-"""The weights with one row for each id of the vocabulary."""
+VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")  # the weights with one row for each id of the vocabulary
 
 GIVE_ONE = "give --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
 

@@ -24,8 +24,7 @@ STEP_KINDS = ("full", "one_bit", "local")
 FULL, ONE_BIT, LOCAL = range(3)
 
 SCALE_BYTES = 2
-INSIDE_BYTES = 2
-"""Bytes per element in reductions inside a node, which are in bf16."""
+INSIDE_BYTES = 2  # bytes per element in reductions inside a node, which are in bf16
 ELEMENT_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 

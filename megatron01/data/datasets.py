@@ -104,8 +104,7 @@ def _stamp(descriptor: int) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-Samples = dict[str, NDArray[Any]]
-"""Arrays by name, each [b, ...]: one row a sample."""
+Samples = dict[str, NDArray[Any]]  # arrays by name, each [b, ...]: one row a sample
 
 
 class SampleDataset(ABC):

@@ -113,8 +113,7 @@ def read_samples(
 # numba's generator is the mt19937 of C++ and of numpy's ``RandomState``: ``np.random.seed`` and ``np.random.random``
 # give the same draws. Bounded integers are derived from its words as those two do it; numba does it differently.
 
-Integer = int | np.int64
-"""A Python integer to the caller, int64 in compiled code."""
+Integer = int | np.int64  # a Python integer to the caller, int64 in compiled code
 
 
 @compiled()
@@ -415,8 +414,7 @@ def _token_range(
     return starts[first] // itemsize, starts[last - 1] // itemsize + sizes[last - 1]
 
 
-NO_PAIRS, ORDER, NEXT = 0, 1, 2
-"""Sentence tasks: none, sentence order (SOP), next sentence (NSP)."""
+NO_PAIRS, ORDER, NEXT = 0, 1, 2  # sentence tasks: none, sentence order (SOP), next sentence (NSP)
 
 
 @compiled()

@@ -125,8 +125,7 @@ def count_ids(vocabulary: Mapping[str, int]) -> int:
     return max(vocabulary.values(), default=-1) + 1
 
 
-WordRule = Callable[[str], bool]
-"""Whether an entry of the vocabulary, other than a special token, continues a word."""
+WordRule = Callable[[str], bool]  # whether an entry of the vocabulary, other than a special token, continues a word
 
 
 def masking_tokens(

@@ -107,10 +107,8 @@ FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
 SHARED_MEMORY = 256 * 2**20
 """Bytes of /dev/shm for batches of data workers and NCCL's buffers; containers get 64 MiB by default."""
 CLOCK_SECONDS = 2.0
-SLOW_LINK = 0.5
-"""Fraction of the median bandwidth between neighbours below which a link counts as slow."""
-LONG_ENOUGH = 0.05
-"""Seconds below which a transfer is too short to judge its link."""
+SLOW_LINK = 0.5  # fraction of the median bandwidth between neighbours below which a link counts as slow
+LONG_ENOUGH = 0.05  # seconds below which a transfer is too short to judge its link
 
 
 class Diagnosis(NamedTuple):

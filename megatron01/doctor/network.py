@@ -16,8 +16,7 @@ from megatron01.config import DistributedConfig
 from megatron01.parallel import ReplicaGroup
 
 _FIRST_BYTES = 2**16
-_LONG_ENOUGH = 0.2
-"""Seconds that a transfer should take at least, so that bandwidth and not latency is measured."""
+_LONG_ENOUGH = 0.2  # seconds that a transfer should take at least, so that bandwidth and not latency is measured
 _PINGS = 8
 
 Collective = tuple[Callable[[], object], float]

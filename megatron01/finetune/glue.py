@@ -99,14 +99,12 @@ _TASKS = [
 ]  # fmt: skip
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
-MAX_SCORE = 5.0
-"""Highest score of STS-B; the lowest is 0."""
+MAX_SCORE = 5.0  # highest score of STS-B; the lowest is 0
 
 ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
 """Extensions of readable files; if a set exists in several, the first is read."""
 
-Rows = Iterator[tuple[str, Mapping[str, Any]]]
-"""Place (file and line, for messages) and columns by name of each row."""
+Rows = Iterator[tuple[str, Mapping[str, Any]]]  # place (file and line, for messages) and columns by name of each row
 
 
 def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows:

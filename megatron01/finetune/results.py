@@ -59,8 +59,7 @@ class Column(NamedTuple):
     title: str
 
 
-Columns = Mapping[str, Sequence[Column]]
-"""The columns of each task; the first one's metric selects the best setting."""
+Columns = Mapping[str, Sequence[Column]]  # the columns of each task; the first one's metric selects the best setting
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
 from megatron01.utils.signals import Stopped
 
-SECONDS_BETWEEN_STEPS = 60.0
-"""Interval of progress reports where there is no progress bar."""
+SECONDS_BETWEEN_STEPS = 60.0  # interval of progress reports where there is no progress bar
 
 OpenBench = Callable[[Any, torch.device], FineTuneBench]
 """Picklable function that constructs a bench in a worker process, from settings and a device."""

@@ -124,8 +124,7 @@ def partitions_for(config: ModelConfig, names: Iterable[str]) -> dict[str, Parti
     return {name: partition for name in names for pattern, partition in patterns.items() if fnmatchcase(name, pattern)}
 
 
-Change = Callable[[Any], object]
-"""Changes the forward pass of a module."""
+Change = Callable[[Any], object]  # changes the forward pass of a module
 Conversion = Callable[[Tensor], Tensor]
 
 

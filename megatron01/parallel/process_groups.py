@@ -249,8 +249,7 @@ def _one_line(error: Exception) -> str:
 
 Result = TypeVar("Result")
 
-_GRACE = 5.0
-"""Seconds after the time-out in which torch may still raise its own error."""
+_GRACE = 5.0  # seconds after the time-out in which torch may still raise its own error
 
 
 def open_in_time(open_group: Callable[[], Result], timeout: datetime.timedelta, *, backend: str = "gloo") -> Result:
@@ -338,8 +337,7 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     return timeout
 
 
-LOST_RANK_SECONDS = 5.0
-"""Ranks notice a lost peer at their next collective, up to a step apart."""
+LOST_RANK_SECONDS = 5.0  # ranks notice a lost peer at their next collective, up to a step apart
 _KEY = "ranks_alive"
 
 

@@ -252,8 +252,7 @@ def _tcp_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
     return store
 
 
-FILE_SYSTEM_DELAY_SECONDS = 60.0
-"""How long a network file system may cache that a file does not exist."""
+FILE_SYSTEM_DELAY_SECONDS = 60.0  # how long a network file system may cache that a file does not exist
 
 
 def require_shared(folder: str | Path, group: ReplicaGroup, *, timeout: float = FILE_SYSTEM_DELAY_SECONDS) -> None:

@@ -28,10 +28,8 @@ from megatron01.utils.files import open_to_change, temporary_path, text_or_empty
 from megatron01.utils.formatting import one_line
 
 OWNER_NAME = "owner.json"
-BEAT_SECONDS = 5.0
-"""Heartbeat interval: time between two touches of the file."""
-SILENT_SECONDS = 30.0
-"""An owner without a heartbeat for so long is considered dead, unless it holds a lock."""
+BEAT_SECONDS = 5.0  # heartbeat interval: time between two touches of the file
+SILENT_SECONDS = 30.0  # an owner without a heartbeat for so long is considered dead, unless it holds a lock
 WAIT_SECONDS = SILENT_SECONDS + 2 * BEAT_SECONDS
 """How long to wait for a live owner to end: the ranks of a killed launcher end by themselves."""
 LOCKED_SECONDS = 120.0
