@@ -295,11 +295,10 @@ def to_svg(chart: Chart, section: str) -> str:
     for parent in root.iter("defs"):
         for style in parent.findall("style"):  # it would apply to the whole page
             parent.remove(style)
-    root.attrib = {"viewBox": f"0 0 {WIDTH} {height}", "role": "img", "aria-labelledby": f"{name}-title {name}-desc"}
-    for place, (tag, text) in enumerate((("title", chart.title), ("desc", describe(chart)))):
-        element = ElementTree.Element(tag, {"id": f"{name}-{tag}"})
-        element.text = text
-        root.insert(place, element)
+    root.attrib = {"viewBox": f"0 0 {WIDTH} {height}", "role": "img", "aria-labelledby": f"{name}-title"}
+    title = ElementTree.Element("title", {"id": f"{name}-title"})
+    title.text = chart.title
+    root.insert(0, title)
     return ElementTree.tostring(root, encoding="unicode")
 
 
@@ -324,21 +323,6 @@ def _adapt(element: ElementTree.Element, section: str, labels: dict[int, str]) -
             attributes[key] = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", value).replace("\n", "")
     element.attrib = attributes
     element.tail = None  # line breaks
-
-
-def describe(chart: Chart) -> str:
-    """Text alternative of a chart, for screen readers."""
-    if isinstance(chart, BarChart):
-        return "; ".join(f"{bar.label}: {bar.text}" for bar in chart.bars)
-    parts = []
-    for line in chart.lines:
-        known = np.flatnonzero(np.isfinite(line.curve.mean))
-        first, last = (
-            f"{chart.y.show(line.curve.mean[i])} at {chart.x.show(line.curve.x[i])} {chart.x.label}"
-            for i in known[[0, -1]]
-        )
-        parts.append(f"{line.label}: from {first} to {last}")
-    return "; ".join(parts)
 
 
 def _draw(place: Axes, chart: Chart, *, fewest_bars: int = 1) -> None:
