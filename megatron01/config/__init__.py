@@ -23,25 +23,3 @@ from megatron01.config.pretrain import (
     Recomputation,
     TrainingConfig,
 )
-
-__all__ = [
-    "BertDataConfig",
-    "BertModelConfig",
-    "BertPretrainConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "DistributedConfig",
-    "FusedKernels",
-    "GPTDataConfig",
-    "GPTModelConfig",
-    "GPTPretrainConfig",
-    "HealthConfig",
-    "LoggingConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "Precision",
-    "PretrainConfig",
-    "Recomputation",
-    "TokenizerType",
-    "TrainingConfig",
-]

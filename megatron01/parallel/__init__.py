@@ -15,29 +15,15 @@ if TYPE_CHECKING:
     from megatron01.parallel.startup import initialize
     from megatron01.parallel.tensor_parallel import TensorParallelRanks, find_tensor_parallel_ranks
 
-_MODULES = {
-    "LostReplica": "process_groups",
-    "ReplicaGroup": "process_groups",
-    "TensorParallelRanks": "tensor_parallel",
-    "failing_together": "process_groups",
-    "find_tensor_parallel_ranks": "tensor_parallel",
-    "initialize": "startup",
-    "lost_replica": "process_groups",
+_NAMES = {
+    "process_groups": ("LostReplica", "ReplicaGroup", "failing_together", "lost_replica"),
+    "startup": ("initialize",),
+    "tensor_parallel": ("TensorParallelRanks", "find_tensor_parallel_ranks"),
 }
-
-__all__ = [
-    "LaunchEnvironment",
-    "LostReplica",
-    "ReplicaGroup",
-    "TensorParallelRanks",
-    "failing_together",
-    "find_tensor_parallel_ranks",
-    "initialize",
-    "lost_replica",
-]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
