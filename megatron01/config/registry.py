@@ -29,23 +29,14 @@ OPTIMIZERS = ("adam", "quantized_adam", "one_bit_adam", "zero_one_adam", "bin_sg
 
 @dataclass(frozen=True, kw_only=True)
 class StepTable:
-    """What each step of a run does, as arrays over the steps.
+    """What each step of a run does, as arrays over the steps."""
 
-    Attributes:
-        full: bool[steps], an average in full precision.
-        one_bit: bool[steps], an exchange of bits; a step may make both exchanges, or none.
-        refreshes: bool[steps], T_v: the second moment is refreshed with the averaged gradient.
-        synchronizes: bool[steps], T_u: the master weights move.
-        interval: int64[steps], steps between two synchronizations that the policy asks for.
-        frozen_from: step from which the second moment is frozen; 0 without one, the number of steps if it never is.
-    """
-
-    full: NDArray[np.bool_]
-    one_bit: NDArray[np.bool_]
-    refreshes: NDArray[np.bool_]
-    synchronizes: NDArray[np.bool_]
-    interval: NDArray[np.int64]
-    frozen_from: int
+    full: NDArray[np.bool_]  # bool[steps], an average in full precision
+    one_bit: NDArray[np.bool_]  # bool[steps], an exchange of bits; a step may make both exchanges, or none
+    refreshes: NDArray[np.bool_]  # bool[steps], T_v: the second moment is refreshed with the averaged gradient
+    synchronizes: NDArray[np.bool_]  # bool[steps], T_u: the master weights move
+    interval: NDArray[np.int64]  # int64[steps], steps between two synchronizations that the policy asks for
+    frozen_from: int  # step from which the second moment is frozen; 0 without one, the number of steps if it never is
 
     @classmethod
     def every_step(cls, full: NDArray[np.bool_], *, refreshes: bool) -> StepTable:
