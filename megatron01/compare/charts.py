@@ -108,6 +108,11 @@ def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = No
     """All charts of a section in the order of the 0/1 Adam paper's figures; those without data are left out."""
     curves, bars = partial(_curves, groups), partial(_bars, summary)
     smoothed, loss = partial(train_loss, lines=smoothing), Axis("loss", "{:.4g}".format)
+    shown: list[Panel] = []
+
+    def panel(title: str, text: str, *charts: Chart) -> None:
+        if kept := tuple(chart for chart in charts if chart.has_content):
+            shown.append(Panel(title, text, kept))
 
     def losses(key: str, words: str, x: Axis, x_of: OfRun) -> list[Chart]:
         return [
@@ -115,75 +120,65 @@ def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = No
             curves(f"held_out_by_{key}", f"Held-out loss by {words}", loss, held_out, x, x_of),
         ]
 
-    by_steps = losses("steps", "steps", STEPS, iterations)
-    by_tokens = losses("tokens", "tokens", Axis("tokens", format_count), lambda run: run.tokens)
-    by_time = losses("seconds", "time", Axis("time in training steps", format_duration), lambda run: run.seconds)
-    bytes_axis = Axis("bytes sent by one replica", format_bytes, log_base=10)
-    by_bytes = losses("bytes", "bytes sent", bytes_axis, lambda run: _positive(run.bytes_sent))
-    speed: list[Chart] = [
-        bars("throughput", "Tokens per second", lambda row: row.tokens_per_second, format_count),
+    panel(
+        "Sample-wise convergence",
+        "Losses by steps and by tokens. Where curves coincide, the optimizers learn equally much from each step.",
+        *losses("steps", "steps", STEPS, iterations),
+        *losses("tokens", "tokens", Axis("tokens", format_count), lambda run: run.tokens),
+    )
+    panel(
+        "Time-wise convergence",
+        "Losses by the time spent in training steps alone, on the machines of these runs.",
+        *losses("seconds", "time", Axis("time in training steps", format_duration), lambda run: run.seconds),
+    )
+    sent = Axis("bytes sent by one replica", format_bytes, log_base=10)
+    panel(
+        "Convergence by bytes sent",
+        "Losses by the bytes that one replica passed to the collectives. The axis is logarithmic.",
+        *losses("bytes", "bytes sent", sent, lambda run: _positive(run.bytes_sent)),
+    )
+    title, speed = "Tokens per second", Axis("tokens per second", format_count)
+    panel(
+        "Throughput",
+        "End to end, over all replicas.",
+        bars("throughput", title, lambda row: row.tokens_per_second, format_count),
         curves(
-            "throughput_by_steps",
-            "Tokens per second by steps",
-            Axis("tokens per second", format_count),
-            lambda run: smooth(run.steady("tokens_per_second"), None),
+            "throughput_by_steps", f"{title} by steps", speed, lambda run: smooth(run.steady("tokens_per_second"), None)
         ),
-    ]
+    )
     computed = [
         Bar(None, f"{reference.name} (computed)", reference.bits, _short(reference.bits))
         for reference in summary.references
         if not reference.is_measured
     ]
-    volume = bars("volume", "Bits per parameter and step", lambda row: row.bits, _short, computed)
-    rounds = bars("rounds", "Exchanges per step", lambda row: row.rounds_per_step, _short)
-    share_title = "Share of time beside forward and backward passes"
-    share = bars("time_share", share_title, lambda row: 1 - row.compute_share, "{:.0%}".format)
-    lost = Axis("lost / quantized, the worst bucket", _short)
-    on_the_way = [
-        curves("lr", "Learning rate", Axis("", _short), lambda run: run.column("lr")),
-        curves(
-            "interval",
-            "Steps between two synchronizations",
-            Axis("", _short, log_base=2),
-            lambda run: _positive(run.column("sync_interval")),
-            is_stepped=True,
-        ),
-        curves("bytes", "Bytes sent so far", Axis("bytes of one replica", format_bytes), lambda run: run.bytes_sent),
+    panel(
+        "Volume",
+        "Bits that one replica sends per parameter and step, all steps counted.",
+        bars("volume", "Bits per parameter and step", lambda row: row.bits, _short, computed),
+    )
+    panel(
+        "Rounds",
+        "Exchanges per step; each takes at least the latency of the network.",
+        bars("rounds", "Exchanges per step", lambda row: row.rounds_per_step, _short),
+    )
+    title = "Share of time beside forward and backward passes"
+    panel(
+        "Time share",
+        "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "
+        "measured, the backward pass taken as twice as long.",
+        bars("time_share", title, lambda row: 1 - row.compute_share, "{:.0%}".format),
+    )
+    plain, doublings, total = Axis("", _short), Axis("", _short, log_base=2), Axis("bytes of one replica", format_bytes)
+    title, lost = "Steps between two synchronizations", Axis("lost / quantized, the worst bucket", _short)
+    panel(
+        "Schedules and compression",
+        "Learning rate, synchronization, bytes and compression error over the run.",
+        curves("lr", "Learning rate", plain, lambda run: run.column("lr")),
+        curves("interval", title, doublings, lambda run: _positive(run.column("sync_interval")), is_stepped=True),
+        curves("bytes", "Bytes sent so far", total, lambda run: run.bytes_sent),
         curves("compression_error", "Relative error of compression", lost, lambda run: run.column("compression_error")),
-    ]
-    found: list[tuple[str, str, Sequence[Chart]]] = [
-        (
-            "Sample-wise convergence",
-            "Losses by steps and by tokens. Where curves coincide, the optimizers learn equally much from each step.",
-            [*by_steps, *by_tokens],
-        ),
-        (
-            "Time-wise convergence",
-            "Losses by the time spent in training steps alone, on the machines of these runs.",
-            by_time,
-        ),
-        (
-            "Convergence by bytes sent",
-            "Losses by the bytes that one replica passed to the collectives. The axis is logarithmic.",
-            by_bytes,
-        ),
-        ("Throughput", "End to end, over all replicas.", speed),
-        ("Volume", "Bits that one replica sends per parameter and step, all steps counted.", [volume]),
-        ("Rounds", "Exchanges per step; each takes at least the latency of the network.", [rounds]),
-        (
-            "Time share",
-            "Share of a step beside forward and backward passes: exchange, update and waiting. The forward pass is "
-            "measured, the backward pass taken as twice as long.",
-            [share],
-        ),
-        (
-            "Schedules and compression",
-            "Learning rate, synchronization, bytes and compression error over the run.",
-            on_the_way,
-        ),
-    ]
-    kept = [Panel(title, text, tuple(chart for chart in shown if chart.has_content)) for title, text, shown in found]
-    return [panel for panel in kept if panel.charts]
+    )
+    return shown
 
 
 def _positive(values: Column) -> Column:
