@@ -34,7 +34,7 @@ from megatron01.cost.volume import (
     reference_traffic,
     traffic,
 )
-from megatron01.plan.settings import BertScheduleConfig, GPTScheduleConfig, PlanConfig
+from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig, PlanConfig
 from megatron01.utils.files import SHIPPED, writing
 from megatron01.utils.formatting import columns, format_bytes, format_count, ramp, sparkline
 from megatron01.utils.plotting import drawing, save_figure
