@@ -268,7 +268,7 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
     if environment.rank != 0:
         return Recorder([])
     logging = config.logging
-    with writing(f"run_dir {logging.run_dir}"), ExitStack() as opened:
+    with writing(f"run_dir {logging.run_dir}", "give another --run-dir"), ExitStack() as opened:
         directory = RunDirectory(logging.run_dir)
         record = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
         clock = TrainingClock.after(directory.metrics_file, resumed_iteration)
