@@ -172,11 +172,8 @@ def _check(checkpoint: Path, group: ReplicaGroup) -> None:
 def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
     """Roll back to the newest intact checkpoint of at most ``latest`` steps, and delete all later ones. Collective.
 
-    The tracker file names it before others are deleted. Raises UserError on every rank, if there is none; nothing is
-    then removed.
-
-    Returns:
-        Its iteration.
+    Returns its iteration. The tracker file names it before others are deleted. Raises UserError on every rank, if there
+    is none; nothing is then removed.
     """
     with failing_together(group, "looking for a checkpoint"):
         candidates = [saved for saved in manifest.iterations(folder) if saved <= latest]
@@ -225,8 +222,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     """Put all generators into a state that ``random_state`` returned.
 
-    Raises:
-        ValueError, OverflowError or RuntimeError: if it is not one of their states.
+    Raises ValueError, OverflowError or RuntimeError if it is not one of their states.
     """
     has_gauss, gauss = state["random.python_gauss"].tolist()
     random.setstate((3, tuple(state["random.python"].tolist()), gauss if has_gauss else None))

@@ -91,7 +91,7 @@ def save_checkpoint(
     group: ReplicaGroup,
     require_owner: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
-    """Write ``{folder}/iter_{iteration:07d}`` and name it in the tracker file as the newest checkpoint. Collective.
+    """Write ``{folder}/iter_{iteration:07d}``, the newest checkpoint in the tracker file; returns it. Collective.
 
     Atomic: all files are flushed to disk in a folder with a temporary name before rank 0 renames it, so that an
     interruption leaves the earlier checkpoints, and nothing that looks like a new one.
@@ -102,9 +102,6 @@ def save_checkpoint(
         tensors: those that this rank writes, as ``tensors_of_rank`` gives them.
         replica_values: this rank's own values, as JSON values.
         require_owner: raises UserError if another job writes to the folder now; called before it is changed.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         CheckpointNotSaved: on every rank, if it cannot be written on one of them. Earlier checkpoints stay as they are.

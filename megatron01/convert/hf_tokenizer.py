@@ -34,11 +34,7 @@ _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.mo
 def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *, max_length: int) -> str | None:
     """Write what ``AutoTokenizer.from_pretrained`` needs, and the original vocabulary beside it.
 
-    Args:
-        max_length: positions of the model.
-
-    Returns:
-        A warning for the user; None if there is none.
+    ``max_length``: positions of the model. Returns a warning for the user, or None.
     """
     if files.tokenizer_type == "SentencePieceTokenizer":
         assert isinstance(tokenizer, SentencePieceTokenizer)

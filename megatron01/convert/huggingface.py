@@ -450,16 +450,13 @@ def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
 
 
 def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max_shard_gigabytes: float) -> list[str]:
-    """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load, without a network.
+    """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load without a network; returns notes for the user.
 
     Args:
         folder: an existing, empty folder.
         dtype: of the weights written.
         max_shard_gigabytes: weights are split into files of at most this size (one tensor may be larger); as much
             memory is needed beside the model.
-
-    Returns:
-        Notes for the user.
     """
     notes = []
     eod, pad = None, 0

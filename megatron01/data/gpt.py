@@ -147,10 +147,8 @@ def build_padded_gpt_index(
 ) -> Arrays:
     """Index over the documents [first, last) in file order, without shuffling; further passes repeat the samples.
 
-    The last sample of each pass may be short: every token but the first is predicted once in a pass.
-
-    Returns:
-        Arrays as from ``build_gpt_index``; no samples if there are fewer than two tokens.
+    The last sample of each pass may be short: every token but the first is predicted once in a pass. Arrays as from
+    ``build_gpt_index``; no samples if there are fewer than two tokens.
     """
     per_pass = -(-(int(sizes[first:last].sum()) - 1) // seq_length)
     documents = np.arange(first, last, dtype=np.int64)

@@ -74,7 +74,7 @@ def read_samples(
     text: NDArray[np.int32],
     lengths: NDArray[np.int32],
 ) -> bool:
-    """Copy the tokens of GPT-2 samples out of the file.
+    """Copy the tokens of GPT-2 samples out of the file; False if the index points outside of it.
 
     Args:
         numbers: int64[b], rows of ``places``.
@@ -82,9 +82,6 @@ def read_samples(
         padding: token that fills up a sample where the documents end before it; negative if samples must be complete.
         text: int32[b, s + 1] to fill.
         lengths: int32[b] to fill: tokens that are not padding.
-
-    Returns:
-        False if the index points outside of the file.
     """
     for row in range(len(numbers)):
         position = np.int64(places[numbers[row], 0])
@@ -207,15 +204,14 @@ def map_sentences(
 ) -> tuple[int, int]:
     """Group consecutive sentences into samples, in whole epochs, until there are at least ``num_samples``.
 
+    Returns the numbers of samples and of epochs; both 0 if no document yields a sample.
+
     Args:
         max_length: target length in tokens, without special tokens.
         short_ratio: one sample in this many has a shorter target; 0: none.
         min_sentences: minimum sentences in a sample (2 where the sentence task needs a pair).
         samples: uint32 or uint64[N, 3] to fill with (first sentence, last sentence + 1, target length); with N = 0
             samples are only counted. Both calls give the same count.
-
-    Returns:
-        Number of samples and of epochs; both 0 if no document yields a sample.
     """
     np.random.seed(seed & 0xFFFFFFFF)
     fill = len(samples) > 0
@@ -300,13 +296,12 @@ def fill_sample(
 ) -> bool:
     """Truncate and join two segments, then mask words for prediction, with the generator in its current state.
 
+    True if the segments were truncated.
+
     Args:
         segment_a, segment_b: integers[n], token ids.
         limit: maximum tokens of both segments together.
         target_length: the sample's target length, which bounds the masked tokens with ``whole_word_ngram``.
-
-    Returns:
-        True if the segments were truncated.
     """
     text, types, labels, loss_mask, padding_mask = rows
     text[:], types[:], labels[:], loss_mask[:], padding_mask[:] = masking.pad, 0, -1, 0, 0
@@ -378,14 +373,11 @@ def fill_sample(
 def _draw_other(
     documents: NDArray[np.int64], sizes: NDArray[np.int32], sentence: Integer, length: Integer
 ) -> tuple[Integer, Integer]:
-    """Draw sentences of another document, from a random one on, until they hold ``length`` tokens or it ends.
+    """First and last + 1 of sentences drawn from another document, until they hold ``length`` tokens or it ends.
 
     Args:
         documents: at least two of them must hold sentences.
         sentence: any sentence of the document that must not be drawn.
-
-    Returns:
-        First sentence and last + 1.
     """
     own = np.searchsorted(documents, sentence, side="right") - 1
     first: Integer = np.int64(0)
@@ -434,14 +426,13 @@ def fill_samples(
 ) -> bool:
     """Make BERT samples; sample i uses a generator seeded with seed + i, independent of the rest of the batch.
 
+    False if the mapping points outside of the file.
+
     Args:
         indices: int64[b], rows of ``mapping``.
         task: ``NO_PAIRS``, ``ORDER`` or ``NEXT``.
         mapping: uint32 or uint64[N, 3], as ``map_sentences`` makes it.
         is_random, truncated: integers[b] to fill with 0 or 1.
-
-    Returns:
-        False if the mapping points outside of the file.
     """
     text, types, labels, loss_mask, padding_mask = rows
     for row in range(len(indices)):

@@ -39,14 +39,11 @@ def text_generator(seed: int, text: int) -> np.random.Generator:
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.random.Generator]) -> torch.Tensor:
-    """Choose a token for each row of logits.
+    """Choose a token for each row of logits: (b,) int64, on their device.
 
     Args:
         logits: (b, v), any floating type.
         generators: b generators; each is advanced by one draw, unless ``greedy``.
-
-    Returns:
-        (b,) int64, on the device of ``logits``.
     """
     if sampling.greedy:
         return logits.argmax(-1)

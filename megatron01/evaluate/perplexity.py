@@ -78,7 +78,7 @@ def token_losses(
     batch_size: int,
     progress: Callable[[int], object] = lambda count: None,
 ) -> NDArray[np.float64]:
-    """-log p of each token but the first, in nats.
+    """-log p of each token but the first, in nats: (n - 1,) fp64.
 
     Args:
         model: in evaluation mode, on any device.
@@ -86,9 +86,6 @@ def token_losses(
         window, stride: see ``windows``; the window is at most the model's positions.
         batch_size: windows per batch.
         progress: called with the number of tokens predicted since the last call.
-
-    Returns:
-        (n - 1,) fp64.
     """
     device = model.embedding.word_embeddings.weight.device
     losses = np.empty(tokens.size - 1)

@@ -292,8 +292,8 @@ def start_from_weights(
 ) -> list[str]:
     """Make the weights of a trained model the master weights of an optimizer that has not taken a step.
 
-    Called by all ranks together. Raises UserError on every rank, if the model cannot be read or is not of the run's
-    shape.
+    Called by all ranks together; returns notes for the user. Raises UserError on every rank, if the model cannot be
+    read or is not of the run's shape.
 
     Args:
         optimizer: of the model.
@@ -301,9 +301,6 @@ def start_from_weights(
         folder: whatever ``read_model`` reads.
         settings: of the run's tokenizer, which must be that of the pretrained model.
         group: the replicas of the run.
-
-    Returns:
-        Notes for the user.
     """
     with failing_together(group, "reading the pretrained model"):
         pretrained = read_model(folder, TokenizerFiles.of(settings))

@@ -75,12 +75,11 @@ def training_step(
 ) -> dict[str, Tensor]:
     """Accumulate gradients over the next micro-batches and step the optimizer.
 
+    Returns the mean ``loss`` and its components: fp64 scalars, detached.
+
     Args:
         module: the module to call in the forward pass, as returned by ``optimizer.attach``.
         progress: notified of each micro-batch when it is loaded.
-
-    Returns:
-        The mean ``loss`` and its components: fp64 scalars, detached.
     """
     optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
