@@ -41,13 +41,10 @@ def shipped_configs() -> list[str]:
 
 
 def load_yaml(path: str | os.PathLike[str], settings: Settings[Any]) -> dict[str, Any]:
-    """The values that a file sets, as key -> typed value (``{"optimizer.lr": 1e-4}``).
+    """The values that a file (see ``find_config``) sets, as key -> typed value (``{"optimizer.lr": 1e-4}``).
 
     Raises UserError if the file is missing, unreadable or no YAML, or if it holds an unknown section or key, a key
     twice, or a value of the wrong type.
-
-    Args:
-        path: of the file, or the name of a shipped one: see ``find_config``.
     """
     return parse_yaml(read_config(path, "config file"), settings, source=str(path))
 

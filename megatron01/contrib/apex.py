@@ -18,11 +18,7 @@ _INSTALL = "install NVIDIA's from https://github.com/NVIDIA/apex with its CUDA e
 def uses_apex(choice: FusedKernels, *, setting: str, module: str, extension: str) -> bool:
     """True if a module of apex is to be used. Raises UserError if apex is chosen and does not work here.
 
-    Args:
-        choice: auto uses it if it works here.
-        setting: name of the setting, for messages.
-        module: of apex, such as ``apex.normalization``.
-        extension: compiled module that it needs.
+    With ``auto`` it is used if it works here: ``module``, such as apex.normalization, and its compiled ``extension``.
     """
     if choice == "torch":
         return False

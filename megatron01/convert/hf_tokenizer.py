@@ -69,9 +69,6 @@ def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
     """The tokenizer of a folder of transformers; of megatron01's own types if possible, so that fingerprints agree.
 
     Raises UserError if a file cannot be read.
-
-    Args:
-        model_type: as in its ``config.json``.
     """
     names = {path.name for path in folder.iterdir()}
     if model_type == "gpt2" and {"vocab.json", "merges.txt"} <= names:

@@ -234,10 +234,7 @@ def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
     """Model settings and vocabulary size for the entries of a ``config.json``.
 
-    Raises UserError if the model is not supported, or an entry is missing or not a number.
-
-    Args:
-        source: the file, for messages.
+    Raises UserError, which names ``source``, if the model is not supported, or an entry is missing or not a number.
     """
     kind = _model_type_in(entries, source)
     architecture = _ARCHITECTURES[kind]

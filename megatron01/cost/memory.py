@@ -106,11 +106,7 @@ def _batch(config: PretrainConfig) -> tuple[Any, ...]:
 
 
 class _Storages(TorchDispatchMode):
-    """Dispatch mode that tracks bytes of all storages from allocation by an operation to release; see ``PassBytes``.
-
-    Args:
-        not_counted: tensors that exist before and after.
-    """
+    """Dispatch mode that tracks bytes of all storages from allocation by an operation to release; see ``PassBytes``."""
 
     def __init__(self, not_counted: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -116,11 +116,7 @@ class Doctor:
         return problem, report
 
     def _report(self, report: NetworkReport | None, found: dict[int, str]) -> int:
-        """Print machines, measurements and problems; returns the number of problems.
-
-        Args:
-            found: problem of each rank that answers, or an empty text.
-        """
+        """Print machines, measurements and the problems ``found``, "" if none, by rank; returns their number."""
         nodes = [one.node for one in self._seen]
         lines = describe_machines(self._seen, self.environment.launcher)
         problems = self._diagnosis.problems

@@ -178,11 +178,7 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
 def fill_masks(
     model: Bert, tokenizer: Tokenizer, texts: Sequence[Sequence[int]], *, top_k: int
 ) -> list[list[list[Proposal]]]:
-    """The ``top_k`` most likely tokens for each mask of each text, best first; masks are filled independently.
-
-    Args:
-        texts: token ids, as from ``encode_with_masks``.
-    """
+    """The ``top_k`` most likely tokens for each mask of texts of ``encode_with_masks``, best first, each mask alone."""
     special = _masking(tokenizer)
     device = model.embedding.word_embeddings.weight.device
     longest = max(map(len, texts))

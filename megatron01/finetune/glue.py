@@ -454,11 +454,7 @@ class GlueBench(FineTuneBench):
 
 
 def predictions(task: Task, outputs: NDArray[np.float32]) -> list[str]:
-    """Predictions as the GLUE server expects them: a class name, or a score from 0 to 5 with three decimals.
-
-    Args:
-        outputs: of the head, float32[examples, outputs].
-    """
+    """Outputs of the head, float32[examples, outputs], as GLUE's server takes them: class names, or scores as 0.000."""
     if task.is_regression:
         return [f"{score:.3f}" for score in np.clip(np.nan_to_num(outputs[:, 0]), 0.0, MAX_SCORE)]
     return [task.labels[number] for number in outputs.argmax(axis=1)]

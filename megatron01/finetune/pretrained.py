@@ -151,11 +151,8 @@ class Pretrained:
 def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> Pretrained:
     """Load a pretrained model: a BERT checkpoint of megatron01 or Megatron-LM, or any encoder of transformers.
 
-    Raises UserError if it cannot be read or used, or the tokenizer is not the model's.
-
-    Args:
-        tokenizer: used in place of the model's own.
-        head: kind of head for fine-tuning.
+    A ``tokenizer`` takes the place of the model's own. Raises UserError if the model cannot be read or used, or the
+    tokenizer is not the model's.
     """
     path = Path(load)
     if path.exists() and is_hf_folder(path) and not is_checkpoint(path):

@@ -120,10 +120,7 @@ class SweepFolder:
     def result(self, run: Run, data: str, metrics: Iterable[str]) -> Result | None:
         """The result of a run; None if it is not finished, or, with a warning, if its file is damaged.
 
-        Raises UserError if the run used other examples.
-
-        Args:
-            data: expected fingerprint of the examples.
+        Raises UserError if the run used other examples than those of the fingerprint ``data``.
         """
         path = self.path(run)
         if not path.exists():

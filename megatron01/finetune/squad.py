@@ -238,8 +238,7 @@ def n_best(
 
     Args:
         outputs: windows with their start and end logits, float32[tokens] each or longer (padding).
-        count: most spans of a question.
-        max_answer_length: most tokens of a span.
+        count, max_answer_length: most spans of a question, and most tokens of a span.
     """
     found: dict[str, list[Candidate]] = {question.name: [] for question in questions}
     for window, start_logits, end_logits in outputs:

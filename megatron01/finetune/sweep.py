@@ -156,7 +156,6 @@ class Sweep:
     Raises UserError if the folder is another sweep's, or with ``report_only`` if it holds no sweep.
 
     Args:
-        bench: executes the runs.
         tasks: in the order of the tables.
         common: settings common to all runs, beside those of training.
     """
@@ -242,9 +241,6 @@ class Sweep:
         """Print the tables and write them to the folder; returns the best setting of each task.
 
         Raises UserError if a file cannot be written.
-
-        Args:
-            others: rows of other models, to compare with.
         """
         config, columns_of = self._config, self._columns_of
         settings = results.settings_of(self._results[run] for run in self._runs if run in self._results)

@@ -126,12 +126,9 @@ class Bert(InitializedModel):
         return output
 
     def forward(self, text: torch.Tensor, types: torch.Tensor, padding_mask: torch.Tensor) -> BertOutput:
-        """Hidden states and the logits of both heads at every position.
+        """Hidden states and the logits of both heads at every position; arguments are those of ``encode``.
 
         Raises UserError if s is above ``max_position_embeddings``.
-
-        Args:
-            text, types, padding_mask: (b, s) integers, as of ``encode``.
         """
         hidden = self.encode(text, types, padding_mask)
         lm_logits = self.lm_head(hidden, self.embedding.word_embeddings.weight)[..., : self.vocab_size]

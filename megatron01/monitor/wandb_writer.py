@@ -127,11 +127,7 @@ class WandbRun:
 
 
 def open_run(folder: Path, mode: Literal["offline", "online"], **options: Any) -> Any:
-    """Start or continue a wandb run, with files in ``folder``, and set the x axis of each section.
-
-    Args:
-        options: of ``wandb.init``; ``id`` is that of the run.
-    """
+    """Start or continue a wandb run (``wandb.init``), with files in ``folder``; sets the x axis of each section."""
     import wandb
 
     settings = wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=False)

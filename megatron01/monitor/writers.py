@@ -35,11 +35,7 @@ class Writer(Protocol):
 
 
 class ConsoleWriter:
-    """One aligned line per logging interval, within 140 columns; losses are highlighted on a terminal.
-
-    Args:
-        clock: seconds, for tests.
-    """
+    """One aligned line per logging interval, within 140 columns; losses are highlighted on a terminal."""
 
     def __init__(
         self, *, train_iters: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
