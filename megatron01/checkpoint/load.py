@@ -28,16 +28,12 @@ def load_checkpoint(
     replica: Mapping[str, Tensor],
     group: ReplicaGroup,
 ) -> None:
-    """Read a checkpoint of the same layout into existing tensors. Collective.
+    """Read a checkpoint of the same layout, which ``open_checkpoint`` has opened, into existing tensors. Collective.
 
-    Temporary memory: the largest of the tensors at most. Nothing is read into them before the whole checkpoint has been
-    found to fit; nothing in it is ever executed. Hashes are not verified again: ``choose_start`` has done so. Raises
-    UserError on every rank, if the checkpoint is damaged or lacks a tensor.
-
-    Args:
-        checkpoint, metadata: as ``open_checkpoint`` returns them.
-        replicated: tensors that are the same bits on all replicas; overwritten.
-        replica: this rank's own; overwritten.
+    Those are ``replicated``, the same bits on all replicas, and this rank's own. Temporary memory: the largest of the
+    tensors at most. Nothing is read into them before the whole checkpoint has been found to fit; nothing in it is ever
+    executed. Hashes are not verified again: ``choose_start`` has done so. Raises UserError on every rank, if the
+    checkpoint is damaged or lacks a tensor.
     """
     size = metadata.tensor_model_parallel_size
     with failing_together(group, "loading the checkpoint"):

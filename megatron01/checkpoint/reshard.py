@@ -106,15 +106,11 @@ def load_average(
     readers: Readers,
     group: ReplicaGroup,
 ) -> None:
-    """Read the average of all saved replicas' states into existing tensors. Collective.
+    """Read the average of all states in a checkpoint of ``open_checkpoint`` into existing tensors. Collective.
 
     ``readers`` divide the saved ranks among themselves and all-reduce what they have read. Temporary memory: the state
     of the largest parameter. Nothing is read before the checkpoint has been found to fit. Raises UserError on every
     rank, if the checkpoint is damaged, or lacks a tensor.
-
-    Args:
-        checkpoint, metadata: as ``open_checkpoint`` returns them.
-        layout: the elements of parameters that this process holds.
     """
     with failing_together(group, "loading the checkpoint"):
         saved = SavedState(checkpoint, metadata, layout)

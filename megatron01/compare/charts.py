@@ -270,8 +270,7 @@ def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
 def to_svg(chart: Chart, section: str) -> str:
     """An ``<svg>`` element for the page, with the page's colour variables (``--c0``, ``--ink``) and font.
 
-    Args:
-        section: prefix of the classes that switch a group on and off (``s0g1``), and of the ids.
+    Its ids, and the classes that switch a group on and off (``s0g1``), begin with ``section``.
     """
     from matplotlib.figure import Figure
 

@@ -250,11 +250,7 @@ class Curve:
 
 
 def smooth(values: Column, window: int | None) -> Column:
-    """Centered moving average, fp64[lines], over the finite values; NaN stays NaN.
-
-    Args:
-        window: number of values averaged; None: a fortieth of all.
-    """
+    """Centered moving average, fp64[lines], over ``window`` finite values (None: a fortieth of all); NaN stays NaN."""
     window = max(1, values.size // 40) if window is None else window
     if window <= 1:
         return values
@@ -268,8 +264,7 @@ def smooth(values: Column, window: int | None) -> Column:
 def group_curve(runs: Sequence[Run], x: OfRun, y: OfRun, *, keep_gaps: bool = False) -> Curve:
     """The mean curve of runs, in the range of x that all of them cover.
 
-    Args:
-        keep_gaps: a y that is NaN is a gap in the curve; else that line is skipped.
+    A line with a y that is NaN is skipped; with ``keep_gaps`` it is a gap in the curve.
     """
     curves = []
     for run in runs:

@@ -50,10 +50,7 @@ def parse(
     ``--help`` (with the --config files' values as defaults) and ``--print-config`` print and raise SystemExit(0).
     Raises UserError for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
 
-    Args:
-        config_class: a dataclass, of sections or flat; its field docstrings are the help.
-        argv: without the program's name.
-        other_files: reads settings files of another program.
+    ``config_class`` is a dataclass, of sections or flat; its field docstrings are the help.
     """
     try:
         settings = Settings(config_class)

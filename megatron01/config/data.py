@@ -26,13 +26,9 @@ class Source:
 
 
 def parse_sources(texts: Sequence[str], *, name: str) -> tuple[Source, ...]:
-    """The pairs that a setting lists.
+    """The pairs that the setting ``name`` lists: ``prefix ...`` or ``weight prefix weight prefix ...``.
 
     Raises UserError if weights and prefixes do not alternate, a weight is not positive, or a prefix is empty.
-
-    Args:
-        texts: ``prefix ...`` or ``weight prefix weight prefix ...``.
-        name: the setting, for messages.
     """
     if not any(texts):
         raise UserError(f"{name} is empty; expected the path of a .bin/.idx pair without extension")

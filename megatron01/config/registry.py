@@ -40,11 +40,7 @@ class StepTable:
 
     @classmethod
     def every_step(cls, full: NDArray[np.bool_], *, refreshes: bool) -> StepTable:
-        """One exchange at every step, of bits where it is not ``full``.
-
-        Args:
-            refreshes: full steps refresh a second moment.
-        """
+        """One exchange at every step, of bits where it is not ``full``; a full one may refresh a second moment."""
         import numpy as np
 
         refreshed = full if refreshes else np.zeros_like(full)

@@ -457,12 +457,9 @@ def translate(
     """Translate a DeepSpeed configuration into settings.
 
     Precedence, lowest first: this package's defaults, DeepSpeed's defaults for the optimizer and scheduler that the
-    configuration chooses, the --config files, the configuration, flags. Raises UserError for values of a wrong type,
-    names that DeepSpeed would refuse, contradictions, and optimizers or schedulers that are not supported.
-
-    Args:
-        from_files: values by key of the --config files.
-        from_flags: values by key of flags, which the caller applies.
+    configuration chooses, the --config files, the configuration, flags (which the caller applies). Raises UserError for
+    values of a wrong type, names that DeepSpeed would refuse, contradictions, and optimizers or schedulers that are not
+    supported.
     """
     flat = dict(_flatten(content))
     auto = [name for name, value in flat.items() if value == "auto"]

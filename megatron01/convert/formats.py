@@ -60,10 +60,8 @@ def _own_checkpoints(path: Path) -> Path | None:
 def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """Read a model of any known format. Raises UserError if there is no model, or it cannot be read or used.
 
-    Args:
-        load: a checkpoint of megatron01, a folder of them or of a run, a folder of Hugging Face transformers, or a
-            checkpoint of Megatron-LM.
-        tokenizer: used in place of the model's own.
+    ``load``: a checkpoint of megatron01, a folder of them or of a run, a folder of Hugging Face transformers, or a
+    checkpoint of Megatron-LM. A ``tokenizer`` takes the place of the model's own.
     """
     try:
         return _read_model(load, tokenizer)

@@ -177,13 +177,7 @@ def _model_type(config: Config) -> str:
 def to_hf_config(
     config: Config, vocab_size: int, *, binary_head: bool = True, eod: int | None = None, pad: int | None = 0
 ) -> dict[str, Any]:
-    """The entries of ``config.json`` for the tensors of ``hf_tensors``.
-
-    Args:
-        binary_head: whether a BERT has a head for sentence pairs.
-        eod: GPT-2's end-of-document token.
-        pad: BERT's padding token.
-    """
+    """The entries of ``config.json`` for the tensors of ``hf_tensors``; ``eod`` is for GPT-2, ``pad`` for BERT."""
     model_type = _model_type(config)
     architecture = _ARCHITECTURES[model_type]
     sizes = {theirs: getattr(config, ours) for ours, (theirs, _) in architecture.settings.items()}
@@ -283,11 +277,8 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
     """Names and tensors of a file of transformers, one after the other; tied tensors once.
 
     For a BERT without a sentence-pair head, those of the ``...ForMaskedLM`` class: no pooler, no
-    ``cls.seq_relationship``. Raises UserError if a tensor is missing or unexpected.
-
-    Args:
-        weights: ``GPT2.state_dict()`` or ``Bert.state_dict()``.
-        vocab_size: vocabulary rows to write, without padding.
+    ``cls.seq_relationship``. ``weights`` are those of ``GPT2.state_dict()`` or ``Bert.state_dict()``. Raises UserError
+    if a tensor is missing or unexpected.
     """
     tensors = _all_tensors(config, binary_head="binary_head.weight" in weights)
     _check_names(weights, [row.ours for row in tensors], "megatron01")
@@ -306,10 +297,8 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
 def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None = None) -> dict[str, Tensor]:
     """Weights by megatron01's names from a state dict of transformers, of any release, or of a GPT-2 without its head.
 
-    Raises UserError if a tensor is missing or unexpected, or if tensors that are tied here differ there.
-
-    Args:
-        vocab_size: expected number of vocabulary rows; any number if None.
+    Raises UserError if a tensor is missing or unexpected, if tensors that are tied here differ there, or if there are
+    not ``vocab_size`` rows of the vocabulary.
     """
     if config.num_layers > len(state):  # before names for so many layers are built
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
@@ -398,11 +387,9 @@ def is_hf_folder(path: Path) -> bool:
 def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> PortableModel:
     """The model in a folder of transformers; nothing in it is executed.
 
-    Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only). Raises UserError
-    if a file is missing or damaged, or if the model is not supported or holds NaN or infinities.
-
-    Args:
-        tokenizer: used in place of the one in the folder.
+    Weights are read from ``model.safetensors``, its shards, or ``pytorch_model.bin`` (tensors only). A ``tokenizer``
+    takes the place of the one in the folder. Raises UserError if a file is missing or damaged, or if the model is not
+    supported or holds NaN or infinities.
     """
     config_file = path / CONFIG_FILE
     entries = read_json_object(config_file, expected=_FILE)
@@ -449,11 +436,8 @@ def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
 def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max_shard_gigabytes: float) -> list[str]:
     """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load without a network; returns notes for the user.
 
-    Args:
-        folder: an existing, empty folder.
-        dtype: of the weights written.
-        max_shard_gigabytes: weights are split into files of at most this size (one tensor may be larger); as much
-            memory is needed beside the model.
+    The folder exists and is empty. Weights are split into files of at most ``max_shard_gigabytes`` (one tensor may be
+    larger); as much memory is needed beside the model.
     """
     notes = []
     eod, pad = None, 0

@@ -91,11 +91,8 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
 def write_checkpoint(model: PortableModel, folder: Path, *, final: Path) -> Path:
     """Write a checkpoint of weights alone (iteration 0, fp32), and the tokenizer's files beside it; returns its folder.
 
-    Raises UserError if it cannot be written.
-
-    Args:
-        folder: an existing, empty folder.
-        final: name to which ``folder`` will be renamed; the settings' paths of tokenizer files start with it.
+    ``folder`` exists and is empty, and will be renamed to ``final``, with which the settings' paths of tokenizer files
+    start. Raises UserError if it cannot be written.
     """
     fingerprint = UNKNOWN_TOKENIZER
     data: dict[str, Any] = {"seq_length": model.config.max_position_embeddings}

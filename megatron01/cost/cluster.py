@@ -66,10 +66,7 @@ def peak_flops(
 
     None without ``peak_tflops`` on a CPU or a GPU that is not in the table.
 
-    Args:
-        tf32: matrix products in fp32 are computed in TF32.
-        processes: of the job, each with one GPU.
-        peak_tflops: of one process, in 10^12 per second, if the user gives it.
+    Each of the ``processes`` has one GPU. ``peak_tflops``: of one process, in 10^12 per second, if the user gives it.
     """
     if peak_tflops is not None:
         return processes * peak_tflops * 1e12

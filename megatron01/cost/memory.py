@@ -206,7 +206,6 @@ def memory(
     Args:
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
-        passes: of ``pass_bytes``.
         sums_in_fp32: gradients of several micro-batches are accumulated in fp32, beside 16-bit gradients.
         plain_torch: on a GPU that the Triton kernels do not support; an update then has temporaries after the passes.
     """

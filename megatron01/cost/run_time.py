@@ -189,9 +189,8 @@ class StepModel:
     def one_bit(self, *, every_step: bool) -> StepTime:
         """1-bit step: compress, all-to-all, reduce, all-gather; decompression is fused with the weight update.
 
-        Args:
-            every_step: the optimizer exchanges at each step in this phase, so that buckets may start during the
-                backward pass unless clipping has to wait for the norm.
+        In a phase with exchanges at ``every_step``, buckets may start during the backward pass, unless clipping has to
+        wait for the norm.
         """
         work, cluster, config = self.work, self.cluster, self.config
         if cluster.processes == 1:

@@ -47,7 +47,6 @@ class BertDataset(TokenFileDataset):
     ``batch`` gives them with a leading axis, text and labels in int32, the others in uint8.
 
     Args:
-        files: the tokens, one sequence a sentence.
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
         documents: int64[documents + 1], first sentence of each document of this split; for next-sentence pairs.
         num_epochs: passes over the text that the mapping holds.

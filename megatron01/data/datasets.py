@@ -186,13 +186,8 @@ def normalized(weights: Sequence[float]) -> NDArray[np.float64]:
 def blend_order(weights: Sequence[float], num_samples: int) -> Arrays:
     """Source dataset and sample of each sample of a blend: Megatron-LM's greedy choice (``fill_blend_order``).
 
-    After any number of samples, each dataset's count is within a few samples of its share.
-
-    Args:
-        weights: D relative shares, positive.
-
-    Returns:
-        "dataset" int16[num_samples]; "sample" int64[num_samples], consecutive within each dataset; "drawn" int64[D].
+    After any number of samples, each dataset's count is within a few samples of its share, of the D positive weights.
+    "dataset" is int16[num_samples]; "sample" int64[num_samples], consecutive within each dataset; "drawn" int64[D].
     """
     assert 0 < len(weights) <= _MOST_DATASETS
     dataset = np.empty(num_samples, dtype=np.int16)

@@ -44,11 +44,7 @@ class GPTDataset(TokenFileDataset):
     ``batch`` gives int32[b, s] tokens, labels, position_ids and, with ``reset_attention_mask``, document_ids; and
     uint8[b, s] loss_mask.
 
-    Args:
-        index: arrays "document", "sample" and "shuffle" from ``build_gpt_index``.
-        config: sequence length, and handling of document ends.
-        eod: id of the end-of-document token.
-        padded: the index is from ``build_padded_gpt_index``.
+    ``index`` is from ``build_gpt_index``, or if ``padded`` from ``build_padded_gpt_index``.
     """
 
     def __init__(
@@ -111,9 +107,7 @@ def build_gpt_index(
 
     ``RandomState(seed)`` shuffles the documents, then the samples, each with the last epoch apart if it is mostly
     unused. Memory: the three arrays (12 bytes a sample, 4 a document and epoch), and 4 bytes a document of one epoch.
-
-    Args:
-        sizes: int32[S], tokens in each document of the file.
+    ``sizes``: int32[S], tokens in each document of the file.
     """
     tokens_per_epoch = int(sizes[first:last].sum())
     num_epochs = -(-(num_samples * seq_length + 1) // tokens_per_epoch)  # least with num_in_epochs >= num_samples

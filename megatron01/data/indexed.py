@@ -268,9 +268,6 @@ class IndexedDatasetBuilder:
         prefix: path of the pair without extension; its folder is created.
         dtype: type of the stored tokens, one of ``TOKEN_DTYPES``; see ``token_dtype``.
         resume_from: what an earlier builder's ``checkpoint`` returned. Whatever it wrote after that is dropped.
-
-    Attributes:
-        written: what was added so far.
     """
 
     def __init__(
@@ -287,7 +284,7 @@ class IndexedDatasetBuilder:
             raise ValueError(f"tokens of type {np.dtype(dtype)} cannot be stored; expected one of {TOKEN_DTYPES}")
         self._code = codes[0]
         self._keep_partial = resume_from is not None
-        self.written = state = BuilderState() if resume_from is None else replace(resume_from)
+        self.written = state = BuilderState() if resume_from is None else replace(resume_from)  # so far
         # int32, tokens in each sequence; token ids; int64, first sequence of each document and the end of the last.
         # The lock of the first file keeps other processes away; it is closed last.
         num_bytes = {

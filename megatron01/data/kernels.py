@@ -375,9 +375,7 @@ def _draw_other(
 ) -> tuple[Integer, Integer]:
     """First and last + 1 of sentences drawn from another document, until they hold ``length`` tokens or it ends.
 
-    Args:
-        documents: at least two of them must hold sentences.
-        sentence: any sentence of the document that must not be drawn.
+    At least two documents must hold sentences; that of ``sentence`` is not drawn.
     """
     own = np.searchsorted(documents, sentence, side="right") - 1
     first: Integer = np.int64(0)

@@ -133,8 +133,7 @@ def masking_tokens(
 ) -> MaskingTokens | None:
     """The special tokens called ``names`` (cls, sep, mask, pad); None without one of them or without a word rule.
 
-    Args:
-        special: all special tokens; none of them continues a word.
+    None of the ``special`` tokens continues a word.
     """
     if continues is None or any(name not in vocabulary for name in names):
         return None

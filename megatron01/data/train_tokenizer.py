@@ -154,9 +154,7 @@ def train_wordpiece(
 ) -> bytes:
     """Train WordPiece; returns a vocab.txt: special tokens, characters, characters with ##, merged pieces.
 
-    Args:
-        read: returns all texts; called twice.
-        alphabet_size: maximum number of distinct characters; rarer ones become [UNK].
+    ``read`` is called twice. Characters rarer than the ``alphabet_size`` most frequent ones become [UNK].
     """
     backend = wordpiece_backend(
         {token: index for index, token in enumerate(BERT_SPECIAL_TOKENS)}, lower_case=lower_case

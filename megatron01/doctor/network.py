@@ -101,11 +101,9 @@ def _measure(
     *,
     members: list[int] | None = None,
 ) -> Rate:
-    """Rate of a collective, at the smallest size that takes long enough, or the largest allowed.
+    """Rate of a collective among ``members``, at the smallest size that takes long enough, or the largest allowed.
 
-    Args:
-        prepare: function from bytes per process to the collective.
-        members: ranks that take part; the others only receive the result.
+    ``prepare``: from bytes per process to the collective. Ranks that are no members only receive the result.
     """
     size = min(_FIRST_BYTES, max_bytes)
     while True:

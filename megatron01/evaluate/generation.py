@@ -39,11 +39,9 @@ def text_generator(seed: int, text: int) -> np.random.Generator:
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.random.Generator]) -> torch.Tensor:
-    """Choose a token for each row of logits: (b,) int64, on their device.
+    """Choose a token for each row of logits, (b, v) of any floating type: (b,) int64, on their device.
 
-    Args:
-        logits: (b, v), any floating type.
-        generators: b generators; each is advanced by one draw, unless ``greedy``.
+    Each of the b generators is advanced by one draw, unless ``greedy``.
     """
     if sampling.greedy:
         return logits.argmax(-1)
@@ -90,7 +88,6 @@ def generate_steps(
         model: in evaluation mode, on any device.
         prompts: token ids, at least one each and at most the model's positions; lengths may differ.
         generators: one for each prompt, unless ``sampling.greedy``.
-        stop: id of the end-of-document token, or None.
     """
     num_positions = model.config.max_position_embeddings
     lengths = [len(prompt) for prompt in prompts]
@@ -148,13 +145,9 @@ class Proposal:
 
 
 def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> list[int]:
-    """Token ids of [CLS], the text, [SEP].
+    """Token ids of [CLS], the text, in which mask tokens are spelled as in the vocabulary, and [SEP].
 
     Raises UserError if there is no mask, the text is too long, or the tokenizer has no mask token.
-
-    Args:
-        text: contains the tokenizer's mask token, spelled as in its vocabulary, at least once.
-        max_length: positions of the model.
     """
     special = _masking(tokenizer)
     mask = tokenizer.token(special.mask)

@@ -53,13 +53,8 @@ def _exp(loss: float) -> float:
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """For each position of the window: indices of the first token seen, the first predicted, and the last predicted.
 
-    Together they predict all tokens but the first, each once. Beyond the first window a token has at least
-    ``window - stride + 1`` tokens of context.
-
-    Args:
-        num_tokens: of the text, 2 or more.
-        window: tokens seen at once.
-        stride: tokens from one window to the next; at most ``window``.
+    Together they predict all of 2 or more tokens but the first, each once. Windows of ``window`` tokens begin every
+    ``stride``, at most as many; beyond the first a token has at least ``window - stride + 1`` tokens of context.
     """
     last, start = 0, 0
     while last < num_tokens - 1:
@@ -78,14 +73,10 @@ def token_losses(
     batch_size: int,
     progress: Callable[[int], object] = lambda count: None,
 ) -> NDArray[np.float64]:
-    """-log p of each token but the first, in nats: (n - 1,) fp64.
+    """-log p of each token but the first, in nats: (n - 1,) fp64 from tokens (n,) int64.
 
-    Args:
-        model: in evaluation mode, on any device.
-        tokens: (n,) int64, n of 2 or more.
-        window, stride: see ``windows``; the window is at most the model's positions.
-        batch_size: windows per batch.
-        progress: called with the number of tokens predicted since the last call.
+    The model is in evaluation mode. ``window`` (see ``windows``) is at most its positions; a batch has ``batch_size``
+    windows. ``progress`` is called with the number of tokens predicted since the last call.
     """
     device = model.embedding.word_embeddings.weight.device
     losses = np.empty(tokens.size - 1)
@@ -119,11 +110,7 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
 
     Documents are separated by the end-of-document token, which counts as a token, but neither as a word nor as bytes.
     If the tokenizer has it, one also precedes the first document, so that every token is predicted. Raises UserError if
-    it cannot be read, is empty, or was made with another tokenizer.
-
-    Args:
-        data: path of the text file, or prefix of the pair.
-        max_tokens: most tokens to predict, from the beginning; None for all.
+    it cannot be read, is empty, or was made with another tokenizer. ``max_tokens``: most tokens to predict.
     """
     limit = None if max_tokens is None else max_tokens + 1
     if idx_path(data).is_file():

@@ -58,10 +58,8 @@ def fine_tune(
     """Train a model in place.
 
     The run's seed determines dropout and the order of the examples, which are shuffled anew in each epoch. The last
-    batch of an epoch may be smaller.
-
-    Args:
-        model: takes the output of ``collate`` as keyword arguments and returns an object with a scalar ``loss``.
+    batch of an epoch may be smaller. The model takes the output of ``collate`` as keyword arguments and returns an
+    object with a scalar ``loss``.
     """
     from transformers import get_linear_schedule_with_warmup
 

@@ -108,11 +108,10 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]  # place (file and line, for mess
 
 
 def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows:
-    """The rows of a file. Raises UserError if the file cannot be read, or is a TSV file that lacks a column.
+    """The rows of a file with one of ``ENDINGS``; ``wanted``: for each needed column, the names that it may have.
 
-    Args:
-        path: a file with one of ``ENDINGS``. A TSV file has a header and no quoting: a quotation mark is text.
-        wanted: for each needed column, the names that it may have.
+    A TSV file has a header and no quoting: a quotation mark is text. Raises UserError if the file cannot be read, or is
+    a TSV file that lacks a column.
     """
     try:
         if path.suffix == ".tsv":
@@ -215,11 +214,9 @@ class TaskData:
 def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int | None = None) -> TaskData:
     """The labelled examples of a task.
 
-    Raises UserError if a file or column is missing, or a value cannot be used; it names file and line.
-
-    Args:
-        data: a folder with one folder for each task, or a data set of the hub.
-        max_train, max_dev: most examples to read of the training set and of each development set; None for all.
+    ``data`` is a folder with one folder for each task, or a data set of the hub; of each set, at most ``max_train`` or
+    ``max_dev`` examples are read. Raises UserError if a file or column is missing, or a value cannot be used; it names
+    file and line.
     """
     notes: list[str] = []
     train = read_split(data, task, _TRAIN, limit=max_train, notes=notes)

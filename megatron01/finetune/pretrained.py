@@ -130,11 +130,8 @@ class Pretrained:
     def new_model(self, *, num_outputs: int, seed: int, dropout: float | None) -> Any:
         """A model with this body, and with a head drawn from the seed.
 
-        Raises UserError if the model's settings name no dropout.
-
-        Args:
-            num_outputs: number of classes, or 1 for a score; ignored for question answering.
-            dropout: replaces the model's own rates; None keeps them.
+        ``num_outputs``: classes, or 1 for a score; not for question answering. ``dropout`` replaces the model's own
+        rates; UserError if its settings name none.
         """
         config = copy.deepcopy(self.config)
         if self.head == "SequenceClassification":

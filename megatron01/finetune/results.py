@@ -94,10 +94,9 @@ class Result:
 
 
 class SweepFolder:
-    """Result folder of a sweep, created if missing. Raises UserError if the folder cannot be used.
+    """Result folder of a sweep, created if missing, whose runs have ``common`` settings.
 
-    Args:
-        common: settings common to all runs; a folder of a sweep with other values is refused.
+    Raises UserError if the folder cannot be used, or is that of a sweep with other values.
     """
 
     def __init__(self, folder: Path, common: Mapping[str, Value]) -> None:

@@ -89,13 +89,8 @@ def run_in_processes(
 ) -> None:
     """Execute runs in ``jobs`` worker processes for each device.
 
-    Args:
-        done: called with the result of each run.
-        progress: called at most once a minute for each run.
-
-    Raises:
-        UserError: raised by a run.
-        FaultError: if a worker process dies.
+    ``done`` is called with the result of each run, ``progress`` at most once a minute for each run. Raises
+    UserErrors of runs, and FaultError if a worker process dies.
     """
     places = [device for _ in range(jobs) for device in devices][: len(runs)]
     num_threads = max(1, len(os.sched_getaffinity(0)) // len(places))
@@ -153,11 +148,8 @@ def _print_step(run: Run, done: int, total: int) -> None:
 class Sweep:
     """A command's sweep: its runs, and the results of those that are finished in its folder.
 
-    Raises UserError if the folder is another sweep's, or with ``report_only`` if it holds no sweep.
-
-    Args:
-        tasks: in the order of the tables.
-        common: settings common to all runs, beside those of training.
+    All runs have the ``common`` settings, beside those of training. Raises UserError if the folder is another sweep's,
+    or with ``report_only`` if it holds no sweep.
     """
 
     def __init__(self, bench: FineTuneBench, tasks: Sequence[str], **common: results.Value) -> None:

@@ -126,12 +126,7 @@ class Meter:
         self._started = self.clock()
 
     def add(self, report: StepReport, loss: Any, losses: Mapping[str, Any] | None = None) -> None:
-        """Count one step.
-
-        Args:
-            loss: that was minimized, a number or a detached scalar tensor.
-            losses: its components by name, likewise, if it has several.
-        """
+        """Count one step; losses, numbers or detached scalar tensors, are the minimized one and its components."""
         self._run, self._last = self.run, report
         for totals in (self._run, self._line):
             totals.add(report, steps=1)
@@ -163,8 +158,7 @@ class Meter:
     ) -> Metrics:
         """The metrics of the steps since the last line; starts the next one.
 
-        Args:
-            mean_over_replicas: applied to each mean loss of this replica; every replica must then make the line.
+        ``mean_over_replicas`` is applied to each mean loss of this replica; every replica must then make the line.
         """
         line, last, compression, timed = self._line, self._last, self._compression, self._steps_timed
         means = {name: mean_over_replicas(float(total) / line.steps) for name, total in self._loss_sums.items()}
@@ -243,7 +237,6 @@ def describe_traffic(
     """A small table for the end of a run.
 
     Args:
-        totals: what replicas send each other.
         parameters: that one process holds, all of the model's without tensor parallelism.
         gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
         tensor_parallel_size: processes that hold one replica together.

@@ -140,9 +140,7 @@ class Restart:
 class Heartbeat:
     """A small file with the last completed step and its time, rewritten at each step (a system call, no flush).
 
-    Args:
-        path: of the file; what an earlier attempt wrote there is read first.
-        resumed_iteration: where this attempt resumes, 0 for a new run.
+    What an earlier attempt wrote there is read first, unless ``resumed_iteration`` is 0, for a new run.
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:

@@ -149,7 +149,6 @@ class WandbWriter:
     this attempt is written offline. Raises UserError if wandb is not installed.
 
     Args:
-        seq_length: tokens of a sample.
         resumed_iteration: where this attempt resumes, 0 for a new run.
         is_restart: True if the launcher has restarted the job, even if it begins at iteration 0.
         checkpoints: folder whose checkpoints become artifacts; None: none do.

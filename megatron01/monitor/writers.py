@@ -89,12 +89,10 @@ class ConsoleWriter:
 
 
 class JsonLinesWriter:
-    """One JSON object per line, flushed line by line; values that are not finite are null.
+    """One JSON object per line, appended and flushed line by line; values that are not finite are null.
 
-    Args:
-        path: of the file, which is appended to.
-        resumed_iteration: the iteration that the run continues from, 0 for a new run. Lines of an earlier attempt after
-            it are dropped; a new run renames an earlier run's file to ``metrics-1.jsonl``.
+    Lines of an earlier attempt after ``resumed_iteration`` are dropped; if it is 0, a new run, an earlier run's file is
+    renamed to ``metrics-1.jsonl``.
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:

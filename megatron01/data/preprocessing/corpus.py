@@ -46,11 +46,8 @@ class Chunk:
 class Source(ABC):
     """A file, pipe or data set with documents in a fixed order.
 
-    Args:
-        name: for messages and records.
-        files: those that it consists of, if they are seekable and can be read more than once.
-
-    Raises: UserError if it cannot be read, or lacks a column or split.
+    ``files``: those that it consists of, if they are seekable and can be read more than once. Raises UserError if it
+    cannot be read, or lacks a column or split.
     """
 
     def __init__(self, name: str, files: Sequence[str] = ()) -> None:
@@ -254,8 +251,7 @@ _LONGEST_END = 1 << 16  # bytes; longer ones, blank lines with much whitespace, 
 class TextSource(Source):
     """A file, a named pipe, or standard input (``-``): JSON lines, or text with a blank line after each document.
 
-    Args:
-        longest: bytes of a document above which it is skipped; bounds memory.
+    Documents of more than ``longest`` bytes are skipped, which bounds memory.
     """
 
     def __init__(self, path: str, text_format: TextFormat, *, longest: int) -> None:

@@ -209,11 +209,7 @@ def resolve_inputs(config: TextConfig) -> list[Source]:
 
 
 def _expand(given: str, own: re.Pattern[str]) -> Iterator[str]:
-    """The files that an input expands to.
-
-    Args:
-        own: matches the run's own output files, which patterns and folders skip, so that a resume does not read them.
-    """
+    """The files that an input expands to, but the run's ``own`` output, so that a resume does not read it."""
 
     def others(files: Iterable[str]) -> list[str]:
         return sorted(file for file in files if not own.fullmatch(os.path.abspath(file)))

@@ -151,7 +151,6 @@ class Progress:
     Args:
         total: bytes of the input on the disk; None if unknown.
         done: bytes of them that an interrupted run has read.
-        summary: counts of an interrupted run.
         log_interval: documents between two lines.
     """
 

@@ -154,8 +154,7 @@ def _period_ends_sentence(word: str, next_word: str, before: str) -> bool:
     """Whether a single period after ``word`` ends a sentence.
 
     Args:
-        word: what stands before the period, up to a space, quote or bracket.
-        next_word: the next word in lower case, without quotes or brackets around it.
+        word, next_word: without quotes or brackets around them; the next one in lower case.
         before: the last character before ``word``, without space.
     """
     lowered = word.lower()
