@@ -71,7 +71,6 @@ class Bert(InitializedModel):
     """BERT for pretraining. Parameters are fp32 on the default device; ``.to(dtype)`` gives a bf16 or fp16 model.
 
     Args:
-        config: shape of the encoder.
         vocab_size: ids of the tokenizer; the embedding is padded as ``config.make_vocab_size_divisible_by`` says.
         binary_head: add the pooler and the sentence-pair head (ordered, or swapped or random).
         seed: of the initial weights, which depend on nothing else. The global random state is not used.

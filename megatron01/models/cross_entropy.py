@@ -34,7 +34,7 @@ def row_chunks(values: Tensor) -> list[slice]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None) -> Tensor:
-    """-log softmax(logits)[label] of each token, in fp32, over the first ``vocab_size`` columns; no autograd graph.
+    """-log softmax(logits)[label] of each token, (n,) fp32, over the first ``vocab_size`` columns; no autograd graph.
 
     Raises RuntimeError for a label outside of the vocabulary (on a GPU, at the next synchronization).
 
@@ -42,11 +42,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_w
         logits: (n, V) in fp32, bf16 or fp16; columns from ``vocab_size`` on belong to padding. With
             ``gradient_weights`` they are replaced by the gradient of sum(losses x weights), which is 0 for padding.
         labels: (n,) int64 in [0, vocab_size).
-        vocab_size: v, the tokenizer's size.
         gradient_weights: (n,) fp32.
-
-    Returns:
-        (n,) fp32.
     """
     losses = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     for rows in row_chunks(logits):

@@ -20,7 +20,6 @@ class GPT2(InitializedModel):
     Parameters are fp32 on the default device; ``.to(dtype)`` gives a bf16 or fp16 model.
 
     Args:
-        config: shape of the transformer.
         vocab_size: ids of the tokenizer; the embedding is padded as ``config.make_vocab_size_divisible_by`` says.
         seed: of the initial weights, which depend on nothing else. The global random state is not used.
     """

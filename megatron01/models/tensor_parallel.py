@@ -58,8 +58,8 @@ def vocabulary_parallel_cross_entropy(
     """-log softmax(logits)[label] of each token over a vocabulary partitioned across ranks; no autograd graph.
 
     Each rank keeps its columns of the logits. Three numbers per token are all-reduced: the largest logit, the sum of
-    exponentials, and the label's logit. Raises RuntimeError for a label outside of the vocabulary (on a GPU, at the
-    next synchronization).
+    exponentials, and the label's logit. The result is (n,) fp32, the same bits on all ranks. Raises RuntimeError for a
+    label outside of the vocabulary (on a GPU, at the next synchronization).
 
     Args:
         logits: (n, c) in fp32, bf16 or fp16: this rank's columns, of which those from ``vocab_size`` on, counted over
@@ -67,10 +67,6 @@ def vocabulary_parallel_cross_entropy(
             sum(losses x weights), which is 0 for padding.
         labels: (n,) int64 in [0, vocab_size), the same on all ranks.
         gradient_weights: (n,) fp32, the same on all ranks; or None.
-        vocab_size: v, the tokenizer's size.
-
-    Returns:
-        (n,) fp32, the same bits on all ranks.
     """
     torch._assert_async(((labels >= 0) & (labels < vocab_size)).all(), "a label is outside of the vocabulary")
     num_columns = logits.shape[1]

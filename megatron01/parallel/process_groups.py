@@ -166,11 +166,8 @@ def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = Fal
     """If the body fails on any rank, every rank raises before going on.
 
     A UserError of one rank is raised on all of them, as an error of the whole job that names the ranks. Any other
-    exception keeps its type and traceback on its own rank. With one rank, errors pass unchanged.
-
-    Args:
-        what: the work, for the message: "loading the data".
-        long_timeout: whether it may take hours on one rank (LONG_TIMEOUT in place of the configured time-out).
+    exception keeps its type and traceback on its own rank. With one rank, errors pass unchanged. ``what`` names the
+    work, as "loading the data"; with ``long_timeout`` it may take hours on one rank (LONG_TIMEOUT).
     """
     if group.world_size == 1:
         yield

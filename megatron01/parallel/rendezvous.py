@@ -76,12 +76,8 @@ def check_ranks(
 ) -> bool:
     """Wait for all ranks and check that they run the same versions, program and settings.
 
-    Args:
-        timeout: how long to wait for the slowest rank.
-        needs_gpus: whether a node without GPU is an error where other nodes have some.
-
-    Returns:
-        True if each rank has a GPU of its own; the same on all ranks.
+    True if each rank has a GPU of its own; the same on all ranks. ``needs_gpus``: a node without GPU is an error where
+    other nodes have some.
 
     Raises:
         FaultError: on every rank that arrived, if some did not arrive in time.
@@ -115,11 +111,7 @@ def decided_by_rank_0(
 
     Raises DistStoreError if rank 0 does not decide in time, or is gone.
 
-    Args:
-        name: prefix of the keys.
-        own: this rank's value, as JSON values.
-        decide: function from the values that arrive in time, by rank, to JSON values; called on rank 0.
-        timeout: how long to wait for the slowest rank.
+    Values and decisions are JSON values; ``decide`` is called on rank 0 with those that arrive in time, by rank.
     """
     rank, ranks = environment.rank, range(environment.world_size)
     store.set(f"{name}/{rank}", json.dumps(own))

@@ -251,11 +251,8 @@ def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
 def share_of_cores(own: list[int], neighbours: list[list[int]]) -> int:
     """Number of threads for a rank, so that the ranks of a machine together use each core once; at least 1.
 
-    Handles ranks bound to cores of their own (srun) and ranks that share all cores (torchrun).
-
-    Args:
-        own: cores that the rank may use.
-        neighbours: the same for all ranks of the machine, this one among them.
+    Handles ranks bound to cores of their own (srun) and ranks that share all cores (torchrun). ``own`` are the cores
+    that the rank may use, ``neighbours`` those of all ranks of the machine, this one among them.
     """
     shares = sum(1 / sum(core in cores for cores in neighbours) for core in own)
     return max(1, int(shares + 1e-9))

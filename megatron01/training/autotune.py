@@ -62,7 +62,6 @@ def choose(
     Args:
         forward: returns the loss of one micro-batch, a scalar.
         data_parallel_group: of this rank; None with a single replica.
-        micro_batches: per step.
     """
     if data_parallel_group is None:
         settings = without_others_settings(config.optimizer, baseline())

@@ -32,15 +32,10 @@ def settings_digest(config: PretrainConfig) -> str:
 def first_disagreement(
     fingerprints: Mapping[str, str], group: ReplicaGroup, num_shards: int = 1
 ) -> tuple[str, int, str, str] | None:
-    """The first fingerprint in which a rank differs from rank 0. Collective.
+    """The first fingerprint, of the same names on every rank, in which a rank differs from rank 0. Collective.
 
-    Args:
-        fingerprints: under the same names on every rank.
-        group: all ranks.
-        num_shards: tensor-parallel size; a rank is compared with the first rank that holds the same shard.
-
-    Returns:
-        Name, rank, the first rank's value and that rank's value, the same on every rank; None if all agree.
+    With tensor parallelism a rank is compared with the first one that holds the same shard. Returns name, rank, the
+    first rank's value and that rank's value, the same on every rank; None if all agree.
     """
     gathered = group.gather(list(fingerprints.values()))
     for position, name in enumerate(fingerprints):
@@ -87,11 +82,6 @@ class PreemptionConsensus:
 
     A check is a small collective that makes fast ranks wait for slow ones, so it is not done at every short step. All
     ranks make the same number of steps between two checks: as many as the slowest makes in that time.
-
-    Args:
-        stop: stop requests to this process.
-        group: all ranks.
-        clock: monotonic seconds.
     """
 
     def __init__(self, stop: StopRequest, group: ReplicaGroup, *, clock: Callable[[], float] = time.monotonic) -> None:

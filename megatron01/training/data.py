@@ -40,13 +40,7 @@ class DataOrder:
         return [*ranges, (known, num_samples)] if known < num_samples else ranges
 
     def deferring(self, consumed: int, skipped: int, num_samples: int) -> DataOrder:
-        """The order with the ``skipped`` samples after the first ``consumed`` deferred to the end.
-
-        Args:
-            consumed: samples that the run has consumed.
-            skipped: how many of those that come next are deferred.
-            num_samples: of the training data.
-        """
+        """The order with the ``skipped`` samples after the first ``consumed`` deferred to the end."""
         first, segments = consumed - self.first_sample, self.ranges(num_samples)
         now, later = _cut(segments, 0, first), _cut(segments, first, first + skipped)
         return dataclasses.replace(self, segments=[*now, *_cut(segments, first + skipped, num_samples), *later])
@@ -108,11 +102,7 @@ def build_in_order(
     global_batch_size: int,
     eval_iters: int,
 ) -> tuple[Splits[Any], DataOrder]:
-    """The datasets of the rest of a run, and the order in which training goes through them.
-
-    Args:
-        build: sample counts -> datasets.
-    """
+    """The datasets of the rest of a run, which ``build`` makes, and the order in which training goes through them."""
     held_out = eval_iters * global_batch_size
     remaining = max(0, train_iters - progress.iteration) * global_batch_size
     first_sample = progress.order.first_sample if progress.order else 0

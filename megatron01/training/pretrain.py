@@ -43,12 +43,8 @@ def prepare(config: PretrainConfig, environment: LaunchEnvironment, build_datase
     """Build the sample indices of all splits and print what they hold. Joins no process group.
 
     Under a launcher, local rank 0 of each node does the work and the others return at once, so that every node has the
-    indices, also without a shared file system. Raises UserError if the data cannot be used.
-
-    Args:
-        config: settings of the run that is to use the indices, which depend on its batch size, steps and checkpoint.
-        environment: rank and world size of this process.
-        build_datasets: as in ``pretrain``.
+    indices, also without a shared file system. The indices depend on batch size, steps and checkpoint of the run that
+    is to use them. Raises UserError if the data cannot be used.
     """
     if environment.local_rank != 0:
         return

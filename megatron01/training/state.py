@@ -50,12 +50,9 @@ _SENT = ("comm_bytes", "comm_bytes_between_nodes")
 
 @dataclass(frozen=True)
 class NamedState:
-    """The state of an optimizer as slices by parameter name.
+    """The state of an optimizer as slices by parameter name, of the elements that this process holds by ``layout``.
 
-    Args:
-        optimizer: whose buffers are sliced.
-        layout: the elements of parameters that this process holds.
-        block_size: elements; each parameter begins at a multiple of it in the optimizer's flat buffers.
+    Each parameter begins at a multiple of ``block_size`` in the optimizer's flat buffers.
     """
 
     optimizer: PretrainOptimizer
@@ -295,12 +292,8 @@ def start_from_weights(
     Called by all ranks together; returns notes for the user. Raises UserError on every rank, if the model cannot be
     read or is not of the run's shape.
 
-    Args:
-        optimizer: of the model.
-        shard: what this process holds of the model, whose weights are set too.
-        folder: whatever ``read_model`` reads.
-        settings: of the run's tokenizer, which must be that of the pretrained model.
-        group: the replicas of the run.
+    The weights of the model, of which this process holds ``shard``, are set too. ``folder`` is whatever ``read_model``
+    reads; the run's tokenizer must be that of the pretrained model.
     """
     with failing_together(group, "reading the pretrained model"):
         pretrained = read_model(folder, TokenizerFiles.of(settings))

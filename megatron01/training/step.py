@@ -75,11 +75,8 @@ def training_step(
 ) -> dict[str, Tensor]:
     """Accumulate gradients over the next micro-batches and step the optimizer.
 
-    Returns the mean ``loss`` and its components: fp64 scalars, detached.
-
-    Args:
-        module: the module to call in the forward pass, as returned by ``optimizer.attach``.
-        progress: notified of each micro-batch when it is loaded.
+    Returns the mean ``loss`` and its components: fp64 scalars, detached. ``module`` is what ``optimizer.attach`` has
+    returned; ``progress`` is notified of each micro-batch when it is loaded.
     """
     optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
@@ -140,9 +137,7 @@ def mean_loss(
 
     Args:
         loss_module: the module whose forward is the model's loss.
-        forward_step: as in training.
         batches: this replica's, as many as every other replica has, and at least one.
-        group: the replicas.
         stop_reason: preemption check, called every few batches by all ranks; a reason ends the evaluation with None.
     """
     total = torch.zeros((), dtype=torch.float64, device=group.device)
