@@ -163,7 +163,7 @@ def scan_tokens(dataset: IndexedDataset) -> TokenScan:
 def verify(prefix: str) -> list[str]:
     """Check a pair in full: its structure, every token, and its recorded origin; returns findings, as lines of text.
 
-    Raises: UserError, which names the first thing that is wrong.
+    Raises UserError, which names the first thing that is wrong.
     """
     dataset = IndexedDataset(prefix)
     scan = scan_tokens(dataset)
@@ -209,9 +209,8 @@ def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], 
 def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens: int) -> list[str]:
     """Describe a pair, as lines of text: its counts, and the first ``tokens`` of the first ``documents``.
 
-    With the ``tokenizer`` it was made with, text is shown instead of ids.
-
-    Raises: UserError if the pair is damaged or was made with another tokenizer.
+    With the ``tokenizer`` it was made with, text is shown instead of ids. Raises UserError if the pair is damaged or
+    was made with another tokenizer.
     """
     dataset = IndexedDataset(prefix)
     if tokenizer is not None:

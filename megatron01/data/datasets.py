@@ -122,7 +122,7 @@ class SampleDataset(ABC):
     def read(self, indices: NDArray[np.int64]) -> Samples:
         """The samples of ``indices``, int64[b] in [0, len), in the narrowest types that hold the values.
 
-        Raises: UserError if a file has changed since it was opened.
+        Raises UserError if a file has changed since it was opened.
         """
 
     @abstractmethod
@@ -333,7 +333,7 @@ class SplitBuilder(ABC):
     def build_splits(self, counts: SampleCounts) -> Splits[Any]:
         """Build every split of which samples are wanted.
 
-        Raises: UserError if there is no text to train on, or a pair is missing, damaged, or of another kind.
+        Raises UserError if there is no text to train on, or a pair is missing, damaged, or of another kind.
         """
         datasets = {split: self._build_split(split, getattr(counts, split)) for split in SPLITS}
         return Splits(**datasets, sources=tuple(self._split_sources), notes=tuple(self.notes))

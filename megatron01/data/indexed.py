@@ -529,10 +529,8 @@ def check_ids(prefix: str, least: int, most: int, tokenizer: Tokenizer) -> None:
 def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
     """Write one pair with the documents of all, in their order; memory does not grow with the data.
 
-    The result has an origin if all of them have one.
-
-    Raises: UserError if a pair is damaged, the output exists, or they differ in the type of their tokens, their
-    tokenizer or in what a sequence is.
+    The result has an origin if all of them have one. Raises UserError if a pair is damaged, the output exists, or they
+    differ in the type of their tokens, their tokenizer or in what a sequence is.
     """
     if not prefixes:
         raise UserError("no input is given; expected the paths of .bin/.idx pairs without extension")

@@ -175,7 +175,7 @@ _LONGEST_WORD = 100  # characters of a word above which BERT's WordPiece gives [
 def build_wordpiece(vocab_file: str, *, lower_case: bool) -> FastTokenizer:
     """BERT's WordPiece; ids equal those of ``BertTokenizerFast`` without added special tokens.
 
-    Raises: UserError if ``vocab_file`` is not the vocabulary of a BERT model, one entry a line.
+    Raises UserError if ``vocab_file`` is not the vocabulary of a BERT model, one entry a line.
     """
     lines = read_text(vocab_file).removesuffix("\n").split("\n")
     entries = [line.removesuffix("\r") for line in lines]
@@ -222,7 +222,7 @@ END_OF_DOCUMENT = "<|endoftext|>"
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
     """GPT-2's byte-level BPE; ids equal those of ``GPT2TokenizerFast``.
 
-    Raises: UserError if a file is missing or is not that of a GPT-2 model.
+    Raises UserError if a file is missing or is not that of a GPT-2 model.
     """
     vocabulary = read_json_object(Path(vocab_file), expected="the vocab.json of a GPT-2 model")
     is_map = all(isinstance(token_id, int) for token_id in vocabulary.values())
@@ -288,9 +288,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
     Ids equal those of ``PreTrainedTokenizerFast`` without added special tokens. Roles of special tokens are read from
     ``tokenizer_config.json`` or ``special_tokens_map.json`` in the same folder, else found by the usual names.
     Truncation, padding, template of special tokens and random merges (dropout) are disabled: encoding is complete and
-    deterministic.
-
-    Raises: UserError if the file is missing or is not one of the ``tokenizers`` library.
+    deterministic. Raises UserError if the file is missing or is not one of the ``tokenizers`` library.
     """
     path = Path(tokenizer_model)
     if path.is_dir():

@@ -74,7 +74,7 @@ class Source(ABC):
     def chunks(self, start: Position) -> Iterator[Chunk]:
         """The documents after ``start``, a position in this source.
 
-        Raises: UserError if the source is damaged; without a stamp, also if it has changed before ``start``.
+        Raises UserError if the source is damaged; without a stamp, also if it has changed before ``start``.
         """
 
     def check_unchanged_before(self, end: Position) -> None:
@@ -91,7 +91,7 @@ class Source(ABC):
 def read_chunks(sources: Sequence[Source], start: Position) -> Iterator[Chunk]:
     """The documents of all sources in order from ``start`` on.
 
-    Raises: UserError if a source cannot be read, is damaged, or was changed before a chunk of it was read.
+    Raises UserError if a source cannot be read, is damaged, or was changed before a chunk of it was read.
     """
     for number in range(start.source, len(sources)):
         for chunk in sources[number].chunks(start if number == start.source else Position()):
@@ -199,7 +199,7 @@ def detect_compression(stream: ByteStream) -> Compression | None:
 def unpacked_blocks(stream: ByteStream, compression: Compression | None) -> Iterator[bytes]:
     """The decompressed content of a stream in blocks of about ``BLOCK_BYTES``; compressed streams may be concatenated.
 
-    Raises: UserError if it is damaged or ends too early.
+    Raises UserError if it is damaged or ends too early.
     """
     if compression is None:
         yield from iter(stream.read, b"")

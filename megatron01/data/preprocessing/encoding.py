@@ -212,7 +212,7 @@ def encode_in_order(
 ) -> Generator[tuple[Position, EncodedChunk], None, None]:
     """(end, encoded chunk) in the order of the input, whatever the number of processes; one is this process.
 
-    Raises: UserError if a process dies.
+    Raises UserError if a process dies.
     """
     with _single_threaded_tokenizer():
         if workers == 1:

@@ -236,7 +236,7 @@ def preprocess(config: PreprocessConfig) -> PreprocessSummary:
 class _Run:
     """One run, new or resumed; everything up to ``record.position`` is written.
 
-    Raises: UserError if the record of an interrupted run does not fit this one.
+    Raises UserError if the record of an interrupted run does not fit this one.
     """
 
     def __init__(
