@@ -137,10 +137,6 @@ class SavedState:
     """The named state in a checkpoint, of all ranks that wrote it; ``layout``: the elements that this rank needs.
 
     Raises UserError if a file is damaged, or an entry is malformed.
-
-    Attributes:
-        tensors: for each saved rank, the tensors in its file, by name.
-        num_copies: saved ranks that held the same elements, with different m and u.
     """
 
     def __init__(self, checkpoint: Path, metadata: CheckpointMetadata, layout: ShardLayout) -> None:
@@ -149,6 +145,7 @@ class SavedState:
         self._size = metadata.tensor_model_parallel_size
         self._shards = metadata.optimizer_shards
         self._is_repartitioned = self._size != layout.size
+        # saved ranks that held the same elements, with different m and u
         self.num_copies = metadata.world_size // (self._size * self._shards)
         self.tensors = read_headers(checkpoint, metadata)
         with storage.damage_named(checkpoint, "slices of optimizer state"):

@@ -197,9 +197,6 @@ class CheckpointWriter:
         config: folder, retention, and ``async_save``; without a folder, nothing is ever saved.
         group: all ranks; constructing a writer is collective.
         require_owner: raises UserError if another job writes to the folder now.
-
-    Attributes:
-        saved_iteration: of the newest checkpoint in the folder that is known to be complete.
     """
 
     def __init__(
@@ -210,7 +207,7 @@ class CheckpointWriter:
         say: Callable[[str], None],
         require_owner: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        self.saved_iteration: int | None = None
+        self.saved_iteration: int | None = None  # of the newest checkpoint in the folder that is known to be complete
         self._folder = None if config.save is None else Path(config.save)
         self._config = config
         self._config_yaml = config_yaml

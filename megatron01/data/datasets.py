@@ -44,11 +44,6 @@ class TokenFiles(IndexedDataset):
     Args:
         cache: folder of the sample index cache, which also keeps what takes a pass over the files.
         stamps: size in bytes and modification time (ns) required of .bin and .idx; by default the present ones.
-
-    Attributes:
-        fingerprint: hash of sequence and document boundaries and of sampled tokens; independent of path and time
-            stamps, so that copies share it.
-        least, most: smallest and largest token id; 0 without tokens.
     """
 
     def __init__(self, prefix: str, cache: Path, stamps: Sequence[tuple[int, int]] = ()) -> None:
@@ -71,8 +66,9 @@ class TokenFiles(IndexedDataset):
         described = cached_arrays(cache, description, self._describe)
         # sets the cached property, so that later reads of it do not hash the file either
         self.layout_fingerprint = described["layout"].tobytes().hex()
+        # independent of path and time stamps, so that copies share it
         self.fingerprint = hashlib.sha256(f"{self.layout_fingerprint} {tokens}".encode()).hexdigest()
-        self.least, self.most = described["ids"].tolist()
+        self.least, self.most = described["ids"].tolist()  # smallest and largest token id; 0 without tokens
         self.check_unchanged()
 
     def __del__(self) -> None:

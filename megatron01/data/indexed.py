@@ -94,13 +94,6 @@ class IndexedDataset:
     """Sequences of tokens in a memory-mapped ``.bin``/``.idx`` pair; nothing is copied and nothing is written.
 
     Raises UserError if a file of the pair is missing, of another format, cut short, or does not match the other.
-
-    Attributes:
-        prefix: path of the pair without extension.
-        sizes: int32[S], tokens in each sequence.
-        documents: int64[D], document k holds sequences ``documents[k]`` to ``documents[k + 1] - 1``.
-        starts: int64[S], byte at which each sequence starts in ``.bin``.
-        tokens: every token of the file, flat, in the type of the file.
     """
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
@@ -110,12 +103,13 @@ class IndexedDataset:
         dtype, num_sequences = _read_header(idx_path(prefix), self._index)
         starts_at = HEADER.size + 4 * num_sequences
         documents_at = starts_at + 8 * num_sequences
-        self.sizes: NDArray[np.int32] = self._index[HEADER.size : starts_at].view("<i4")
-        self.starts: NDArray[np.int64] = self._index[starts_at:documents_at].view("<i8")
+        self.sizes: NDArray[np.int32] = self._index[HEADER.size : starts_at].view("<i4")  # [S], tokens in each sequence
+        self.starts: NDArray[np.int64] = self._index[starts_at:documents_at].view("<i8")  # [S], byte in ``.bin``
+        # [D], document k holds sequences ``documents[k]`` to ``documents[k + 1] - 1``
         self.documents: NDArray[np.int64] = self._index[documents_at:].view("<i8")
         token_bytes = _map_bytes(bin_path(prefix))
         self._check(token_bytes.size, dtype.itemsize)
-        self.tokens: NDArray[np.integer] = token_bytes.view(dtype)
+        self.tokens: NDArray[np.integer] = token_bytes.view(dtype)  # all of the file, flat, in its type
 
     def __len__(self) -> int:
         return len(self.sizes)

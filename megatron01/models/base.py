@@ -31,17 +31,12 @@ def place_whole(name: str, parameter: torch.Tensor, values: torch.Tensor) -> Non
 
 
 class InitializedModel(nn.Module):
-    """A model whose modules are built on the meta device, then get memory and their weights with ``allocate``.
-
-    Attributes:
-        config: shape of the model.
-        vocab_size: ids of the tokenizer, without padding.
-    """
+    """A model whose modules are built on the meta device, then get memory and their weights with ``allocate``."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
         self.config = config
-        self.vocab_size = vocab_size
+        self.vocab_size = vocab_size  # ids of the tokenizer, without padding
 
     def allocate(self, seed: int) -> None:
         """Take memory on the default device and draw all weights from the seed."""

@@ -31,14 +31,10 @@ class _StoppedByPeer(UserError):
 
 
 class Progress:
-    """Progress of this rank's main thread, which ``watching_peers`` compares between ranks.
-
-    Attributes:
-        count: control collectives and passes begun so far; equal on ranks at the same point of the program.
-    """
+    """Progress of this rank's main thread, which ``watching_peers`` compares between ranks."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = 0  # control collectives and passes begun; equal on ranks at the same point of the program
         self._since: float | None = None
 
     def note(self, *, in_step: bool = False) -> None:

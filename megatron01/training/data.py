@@ -122,12 +122,7 @@ def _fingerprint(dataset: Any) -> str:
 
 
 class RunData:
-    """The datasets of a run, and the order in which training goes through them.
-
-    Attributes:
-        datasets: training, validation and test.
-        order: of the training samples.
-    """
+    """The datasets of a run: training, validation and test, and the order in which training goes through them."""
 
     def __init__(
         self,

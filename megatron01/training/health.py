@@ -28,11 +28,7 @@ class Findings:
 
 
 class Health:
-    """The health checks of a run.
-
-    Attributes:
-        local_compute_time: of this rank.
-    """
+    """The health checks of a run."""
 
     def __init__(self, settings: HealthConfig, group: ReplicaGroup) -> None:
         self.local_compute_time = LocalComputeTime(group.device)

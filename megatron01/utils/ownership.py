@@ -46,14 +46,11 @@ class FolderOwner:
     Args:
         say: prints a line, called once if another owner has to end first.
         wait_seconds: seconds to wait for a live owner to end.
-
-    Attributes:
-        lost: why this process no longer owns the folder, as checked at each heartbeat; None while it owns it.
     """
 
     def __init__(self, folder: Path, say: Callable[[str], None], *, wait_seconds: float = WAIT_SECONDS) -> None:
         self.folder, self.path = folder, folder / OWNER_NAME
-        self.lost: str | None = None
+        self.lost: str | None = None  # why this process no longer owns the folder, as checked at each heartbeat
         self._own = _own_entry()
         self._lock = threading.Lock()
         self._released = threading.Event()
