@@ -203,7 +203,6 @@ class SavedState:
                 self._add(piece, rank, f"{key}.{piece.name}", share * self._size / len(self.tensors))
 
     def _saved_layout(self, rank: int) -> ShardLayout:
-        """The layout of a saved rank."""
         return replace(self._layout, rank=rank % self._size, size=self._size)
 
     def _stored(self, rank: int, stem: str) -> Sequence[tuple[int, int, storage.StoredTensor]]:

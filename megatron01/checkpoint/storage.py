@@ -71,12 +71,10 @@ class StoredTensor:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its data."""
         return self.numel * DTYPES[self.dtype].itemsize
 
     def part(self, first: int, count: int) -> StoredTensor:

@@ -32,7 +32,6 @@ class Part:
 
 
 def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
-    """The HTML text of the page."""
     if not has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
     moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")

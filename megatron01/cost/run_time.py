@@ -316,7 +316,6 @@ class RunTime:
 
     @property
     def step_seconds(self) -> float:
-        """Mean seconds per step."""
         return self.seconds / self.steps
 
 

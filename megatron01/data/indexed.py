@@ -135,7 +135,6 @@ class IndexedDataset:
 
     @property
     def dtype(self) -> np.dtype[np.integer]:
-        """Type of the tokens."""
         return self.tokens.dtype
 
     @property

@@ -49,7 +49,6 @@ class Examination:
 
 
 def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
-    """Examine this process and its machine."""
     gloo = gloo_interface()
     return Examination(
         rank=environment.rank,

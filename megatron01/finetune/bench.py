@@ -92,7 +92,6 @@ def fine_tune(
 
 
 def count_steps(num_examples: int, batch_size: int, epochs: float) -> int:
-    """Total number of training steps."""
     return math.ceil(epochs * math.ceil(num_examples / batch_size))
 
 
@@ -172,7 +171,6 @@ class FineTuneBench(ABC):
         """Relative amounts of data, comparable between tasks: trained on per epoch, and evaluated at the end."""
 
     def num_outputs(self, task: str) -> int:
-        """Number of outputs of the head."""
         return 2
 
     def source(self, task: str) -> Pretrained:

@@ -141,7 +141,6 @@ class SweepFolder:
         write_file(self.path(result.run), json.dumps(asdict(result), indent=1) + "\n")
 
     def path(self, run: Run) -> Path:
-        """Path of a run's result file."""
         return self.folder / "runs" / run.task / f"{run.file_name}.json"
 
 

@@ -286,7 +286,6 @@ class TrainingClock:
         return cls(seconds, iteration)
 
     def add(self, metrics: Metrics) -> None:
-        """Count the steps of a line."""
         if metrics.step_seconds is not None:
             self.seconds += metrics.step_seconds * max(0, metrics.iteration - self.iteration)
         self.iteration = metrics.iteration

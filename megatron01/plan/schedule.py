@@ -237,7 +237,6 @@ class PublishedRun:
 
 
 def recompute(model: str, name: str, flags: Sequence[str], replicas: int) -> PublishedRun:
-    """Recompute one of ``EXPERIMENTS``."""
     config = published_config(name, *flags)
     run, sent_by_others, _ = _traffic_of(config, replicas)
     policy, freeze_step = config.optimizer.sync_policy.partition(":")[0], config.optimizer.freeze_step
@@ -280,6 +279,5 @@ def published_table(runs: Sequence[PublishedRun], replicas: int) -> str:
 
 
 def show_published(plan: PlanConfig) -> None:
-    """Print the published experiments."""
     runs = [recompute(*experiment, plan.replicas) for experiment in EXPERIMENTS]
     print(json.dumps([asdict(run) for run in runs], indent=1) if plan.json else published_table(runs, plan.replicas))

@@ -187,7 +187,6 @@ class Progress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Close the progress bar."""
         self._bar.close()
 
 
