@@ -17,18 +17,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
-    "Adam": "optim",
-    "BinSGDM": "optim",
-    "LRSchedule": "optim",
-    "LossScaler": "optim",
-    "OneBitAdam": "optim",
-    "SGDM": "optim",
-    "UserError": "errors",
-    "ZeroOneAdam": "optim",
-    "load_model": "convert.formats",
-    "pretrain": "training",
-}
+_ELSEWHERE = {"UserError": "errors", "load_model": "convert.formats", "pretrain": "training"}
 
 __all__ = [
     "SGDM",
@@ -45,6 +34,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_ELSEWHERE.get(name, 'optim')}"), name)
