@@ -298,7 +298,7 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
     """Weights by megatron01's names from a state dict of transformers, of any release, or of a GPT-2 without its head.
 
     Raises UserError if a tensor is missing or unexpected, if tensors that are tied here differ there, or if there are
-    not ``vocab_size`` rows of the vocabulary.
+    not ``vocab_size`` rows of the vocabulary (None: any number).
     """
     if config.num_layers > len(state):  # before names for so many layers are built
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
