@@ -47,15 +47,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
-from megatron01.utils.files import (
-    flush_to_disk,
-    open_locked,
-    read_json_object,
-    refuse_too_many_open_files,
-    sync_folder,
-    write_atomically,
-    writing,
-)
+from megatron01.utils import files
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -201,7 +193,7 @@ def _map_bytes(path: Path) -> NDArray[np.uint8]:
             return np.frombuffer(b"", dtype=np.uint8)
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
-        refuse_too_many_open_files(error, path)
+        files.refuse_too_many_open_files(error, path)
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
@@ -327,9 +319,9 @@ class IndexedDatasetBuilder:
         """Flush everything added so far to disk; ``resume_from`` the result continues from here."""
         with self._writing():
             for file in self._files.values():
-                flush_to_disk(file)
+                files.flush_to_disk(file)
             if not self._keep_partial:
-                sync_folder(bin_path(self.prefix).parent)
+                files.sync_folder(bin_path(self.prefix).parent)
         self._keep_partial = True
         return replace(self.written)
 
@@ -349,13 +341,13 @@ class IndexedDatasetBuilder:
                 self._write_starts(index)
                 documents.seek(0)
                 shutil.copyfileobj(documents, index)
-                flush_to_disk(index)
-            flush_to_disk(self._files["bin"])
+                files.flush_to_disk(index)
+            files.flush_to_disk(self._files["bin"])
             # An old index is removed first, and the new one renamed last, so that no index ever describes other tokens.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._partial("bin"), bin_path(self.prefix))
             os.replace(self._partial("idx"), idx_path(self.prefix))
-            sync_folder(bin_path(self.prefix).parent)
+            files.sync_folder(bin_path(self.prefix).parent)
         self.abort()  # removes the lengths and documents, which are in the index now
 
     def suspend(self) -> None:
@@ -388,7 +380,7 @@ class IndexedDatasetBuilder:
         return Path(f"{self.prefix}.{name}.partial")
 
     def _writing(self) -> contextlib.AbstractContextManager[None]:
-        return writing(f"{self.prefix}.bin", "check its folder and the space left there")
+        return files.writing(f"{self.prefix}.bin", "check its folder and the space left there")
 
     def _open(self, name: str, num_bytes: int) -> IO[bytes]:
         """Open a partial file, truncated to ``num_bytes``; without a builder to resume it is new, with zeros."""
@@ -397,7 +389,7 @@ class IndexedDatasetBuilder:
             with contextlib.suppress(FileNotFoundError):  # of a process that was killed between the two renamings
                 os.replace(bin_path(self.prefix), path)
         try:
-            file = open_locked(path, create=is_new)
+            file = files.open_locked(path, create=is_new)
         except FileNotFoundError as error:
             raise UserError(f"no file {error.filename}, which is needed to resume; start again") from error
         except BlockingIOError as error:
@@ -478,7 +470,7 @@ def read_origin(prefix: str) -> Origin | None:
     if not path.is_file():
         return None
     advice = "preprocess the data again or delete this file"
-    origin = read_json_object(path, expected=f"what is recorded about a pair of token files; {advice}")
+    origin = files.read_json_object(path, expected=f"what is recorded about a pair of token files; {advice}")
     tokenizer = origin.get("tokenizer")
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("fingerprint"), str):
         raise UserError(f"{path} is damaged (it has no fingerprint of a tokenizer); {advice}")
@@ -491,8 +483,8 @@ def read_origin(prefix: str) -> Origin | None:
 
 def write_origin(prefix: str, origin: Origin) -> None:
     """Atomic write of the origin file. Raises UserError if it cannot be written."""
-    with writing(origin_path(prefix), "check its folder and the space left there"):
-        write_atomically(origin_path(prefix), json.dumps(origin, indent=1, sort_keys=True) + "\n")
+    with files.writing(origin_path(prefix), "check its folder and the space left there"):
+        files.write_atomically(origin_path(prefix), json.dumps(origin, indent=1, sort_keys=True) + "\n")
 
 
 def describe_content(dataset: IndexedDataset, checksum: int) -> dict[str, str]:
