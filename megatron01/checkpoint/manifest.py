@@ -225,8 +225,7 @@ class CheckpointMetadata:
     optimizer_shards: int = 1  # ranks of a node that shard its optimizer state (ZeRO); 1 if it is not sharded
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()  # each rank's own values, by rank; filled in by ``save_checkpoint``
-    # size and hash of each file beside metadata.json; filled in by ``save_checkpoint``
-    files: Mapping[str, StoredFile] = field(default_factory=dict)
+    files: Mapping[str, StoredFile] = field(default_factory=dict)  # beside metadata.json; from ``save_checkpoint``
 
     @property
     def num_replicas(self) -> int:

@@ -40,8 +40,7 @@ class ShardLayout:
     """Which elements of each parameter a process holds: all, or one shard of tensor parallelism."""
 
     shapes: Mapping[str, tuple[int, ...]]  # of the whole parameters, by name
-    # of those that are partitioned if ``size`` is above 1; each rank holds the others whole
-    partitions: Mapping[str, Partition]
+    partitions: Mapping[str, Partition]  # if ``size`` is above 1; each rank holds parameters without one whole
     rank: int = 0
     size: int = 1
 
@@ -91,8 +90,7 @@ class AveragedState:
 
     replicated: Sequence[StateSlice]  # slices that are the same bits on all replicas
     average: Sequence[StateSlice]  # fp32 slices that differ between replicas; they get the mean over the saved replicas
-    # fp32 slices with a key of ``ERRORS``; they get the mean over the saved replicas of their error feedback times its
-    # share
+    # fp32 slices with a key of ``ERRORS``; they get the mean over the saved replicas of error feedback times its share
     errors: Sequence[StateSlice]
     scalars: Tensor  # fp64[k]; it gets those of rank 0
 

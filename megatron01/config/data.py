@@ -21,8 +21,7 @@ class Source:
     """A .bin/.idx pair in a blend."""
 
     prefix: str  # path of the pair without extension
-    # its share of the samples, relative to the other pairs'; None where shares follow the number of tokens
-    weight: float | None
+    weight: float | None  # share of the samples, relative to others; None where shares follow the number of tokens
 
 
 def parse_sources(texts: Sequence[str], *, name: str) -> tuple[Source, ...]:

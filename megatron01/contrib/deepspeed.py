@@ -65,10 +65,8 @@ class Field(NamedTuple):
     """Translation rule of a field."""
 
     expected: str  # type of its value, in words; see ``_read``
-    # the setting that it maps to, or a function from its value to settings; None: no setting
-    sets: str | Callable[[Any, Document], Values] | None
-    # DeepSpeed's, applied if the file chooses the optimizer or scheduler that has this field; or None
-    default: Any = None
+    sets: str | Callable[[Any, Document], Values] | None  # a setting, or a function from the value to settings
+    default: Any = None  # DeepSpeed's, applied if the file chooses the optimizer or scheduler with this field; or None
     only: tuple[str, ...] = ()  # optimizers or schedulers that have this field; empty: all
     honoured: Callable[[Any, Document], bool] = lambda value, file: True  # whether the run does what a value asks for
     remark: str = ""  # shown to the user if the field is given

@@ -53,8 +53,7 @@ class PassBytes:
 
     saved: int  # activations saved by the forward pass of a micro-batch for its backward pass
     peak: int  # peak of a step, gradients included
-    # peak of a step without accumulated gradients, for optimizers that hold buffers for all gradients at any time
-    without_gradients: int
+    without_gradients: int  # the same without gradients, for optimizers that hold buffers for all of them at any time
     unused: int = 0  # fragmentation of a CPU's allocator
 
 

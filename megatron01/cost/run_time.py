@@ -100,8 +100,7 @@ class Work:
     gradient_bytes: float = 2.0  # per gradient element on the wire, at full steps
     step_seconds: float = 0.0  # fixed overhead of a step: kernel launches, data loading
     exchange_seconds: float = 0.0  # fixed processor overhead of exchanging a bucket; not for Adam's all-reduce
-    # time of the optimizer's arithmetic relative to its memory traffic at full memory bandwidth
-    arithmetic: float = 1.25
+    arithmetic: float = 1.25  # the optimizer's time relative to its memory traffic at full memory bandwidth
     sending: float = 0.0  # processor seconds per byte sent or received; 0 if network cards do the work
     ddp_bucket_bytes: float = 25e6  # size of DDP's gradient buckets, for Adam
 
@@ -133,8 +132,7 @@ class StepModel:
     work: Work
     config: OptimizerConfig
     replica_is_node: bool = False  # the processes of a node average their gradients at every step
-    # with ZeRO inside nodes: each process updates its shard and sends it to the others; not for Adam
-    sharded: bool = False
+    sharded: bool = False  # ZeRO inside nodes: each process updates its shard and sends it on; not for Adam
 
     def step(self, kind: str, *, every_step: bool) -> StepTime:
         """Time of a step of one of ``volume.STEP_KINDS``; ``every_step`` as in ``one_bit``."""

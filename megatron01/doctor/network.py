@@ -40,11 +40,9 @@ class NetworkReport:
 
     latency: float  # seconds of an all-reduce of one number
     rates: list[Rate]
-    # (sender's rank, receiver's rank, Mbit/s) from each node to the next one, all at the same time
-    links: list[tuple[int, int, float]]
+    links: list[tuple[int, int, float]]  # (sender, receiver, Mbit/s) from each node to the next, all at the same time
     link_bytes: int  # bytes sent over each of them
-    # (rank, clock offset to rank 0 in s, uncertainty in s) of the first rank of each other node
-    clocks: list[tuple[int, float, float]]
+    clocks: list[tuple[int, float, float]]  # (first rank of each other node, offset to rank 0 in s, uncertainty in s)
 
 
 def measure_network(

@@ -39,8 +39,7 @@ class Training(NamedTuple):
     """Outcome of a training."""
 
     num_steps: int
-    # mean over the last tenth of the steps; None if the loss was NaN or infinite, so that training ended early
-    loss: float | None
+    loss: float | None  # mean over the last tenth of the steps; None if it was not finite, and training ended early
 
 
 def _no_progress(run: Run, done: int, total: int) -> None:

@@ -50,8 +50,7 @@ class Encoded:
     """Token ids and types of one example."""
 
     ids: NDArray[np.int32]  # token ids, special tokens included: int32[tokens]
-    # token types, 0 for the first sentence and 1 for the second if the model has types: int8[tokens]
-    types: NDArray[np.int8]
+    types: NDArray[np.int8]  # 0 for the first sentence and 1 for the second if the model has types: int8[tokens]
 
     def __len__(self) -> int:
         return len(self.ids)

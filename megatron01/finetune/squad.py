@@ -111,10 +111,8 @@ class Window:
     encoded: Encoded
     first: int  # position of the first of ``len(spans)`` context tokens
     spans: NDArray[np.int32]  # start and end character in the context of each context token: int32[context tokens, 2]
-    # True for context tokens that have more context here than in other windows: bool[context tokens]
-    best: NDArray[np.bool_]
-    # first and last token of the answer; (0, 0), the first special token, if it is not in this window
-    answer: tuple[int, int]
+    best: NDArray[np.bool_]  # where they have more context than in other windows: bool[context tokens]
+    answer: tuple[int, int]  # first and last token; (0, 0), the first special token, if it is not in this window
 
     def __len__(self) -> int:
         return len(self.encoded)

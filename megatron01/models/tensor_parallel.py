@@ -312,8 +312,7 @@ class ModelShard:
     """This rank's shard of a model."""
 
     model: nn.Module  # with parameters of the size of a shard; the whole model, where a replica is one process
-    # of the whole parameters by name, in the model's order: without tensor parallelism
-    shapes: Mapping[str, torch.Size]
+    shapes: Mapping[str, torch.Size]  # of the whole parameters by name, in the model's order
     partitions: Mapping[str, Partition]  # of the parameters by name; every rank holds the whole of those not named
     ranks: TensorParallelRanks  # the tensor-parallel ranks of this replica
     group: TensorParallelGroup | None  # of the collectives in the forward pass; None where a replica is one process

@@ -129,8 +129,7 @@ class Partition:
     """Partition of a parameter along one dimension into shards of equal size; the last ones are padded with zeros."""
 
     dim: int  # the partitioned dimension
-    # rows along it that stay on one rank: those of a head, or the multiple that a vocabulary is padded to
-    unit: int = 1
+    unit: int = 1  # rows along it that stay on one rank: of a head, or the multiple that a vocabulary is padded to
 
     def size(self, whole: int, num_ranks: int) -> int:
         """Size along ``dim`` of each shard of a parameter of size ``whole`` along it."""

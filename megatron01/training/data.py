@@ -30,8 +30,7 @@ class DataOrder:
 
     fingerprint: str  # of the training data; empty for datasets that have none
     first_sample: int  # samples that the run had consumed when it took the first one of this order
-    # ranges of samples, first and last + 1, in consumption order, if some were deferred; else empty
-    segments: Sequence[tuple[int, int]] = ()
+    segments: Sequence[tuple[int, int]] = ()  # first and last + 1, in consumption order, if some were deferred
 
     def ranges(self, num_samples: int) -> list[tuple[int, int]]:
         """All samples of training data that holds ``num_samples`` now, in consumption order."""
