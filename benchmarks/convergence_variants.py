@@ -84,6 +84,22 @@ def variants(steps: int) -> dict[str, Variant]:
                 "bf16": WIRE,
                 "refreshing": {"variance_freeze_step": 1 << 20},
                 "dead01": {"dead_threshold": 0.1},
+                "from_2_frozen200": {"sync_policy": "schedule:2", "variance_freeze_step": 200},
+                "from_2_frozen200_kappa64": {
+                    "sync_policy": "schedule:2",
+                    "variance_freeze_step": 200,
+                    "variance_kappa": 64,
+                },
+                # full steps alone until a step, then a second moment that is frozen, as in 1-bit Adam
+                **{
+                    f"from_{first}_dense{until}": {
+                        "sync_policy": f"schedule:{first}",
+                        "variance_kappa": 1 << 20,
+                        "variance_freeze_step": until,
+                    }
+                    for first in (2, 4)
+                    for until in (150, 200, 300)
+                },
                 "no_bits_every_step": {"sync_policy": "every", "compressor": "none"},
             }.items()
         ),

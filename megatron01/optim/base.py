@@ -414,7 +414,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "step() was called inside replicated_weights(), whose weights are not those that it trains; expected it"
                 " after that context"
             )
-        self._check_unmodified()
+        if self._whole.check_unchanged():
+            self._check_unmodified()
         for parameter in self._frozen_at_start:
             if parameter.tensor.requires_grad:
                 raise UserError(
@@ -762,7 +763,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             yield
             return
         self.finish_delayed()
-        self._check_unmodified()
+        if self._whole.check_unchanged():
+            self._check_unmodified()
         with self._unreported(), self._restoring_weights() if self._delay else nullcontext():
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
             self._share_weights()
@@ -796,12 +798,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._frozen_elements.save(self._local.x)
 
     def _check_unmodified(self) -> None:
-        """Check that the model's weights were not modified since the last step, before they are overwritten.
+        """Check that weights that ``check_unchanged`` found written to hold what they did, as they will be overwritten.
 
         The master weights (of a checkpoint, say) are accepted too. Nothing is compared while the weights lack a delayed
         result.
         """
-        if not self._whole.check_unchanged() or self.is_pending or self._weights_are_ahead:
+        if self.is_pending or self._weights_are_ahead:
             return
         with self._restoring_weights() as found:
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)

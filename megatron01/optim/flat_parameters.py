@@ -374,7 +374,9 @@ class FlatParameters:
             UserError: if a gradient is sparse, or of another shape, device, or a type that is none of ``DTYPES``.
         """
         indices = range(len(self.parameters)) if blocks is None else self.parameters_in(blocks)
-        for index in [index for index in indices if index not in self._gathered]:
+        for index in indices:
+            if index in self._gathered:
+                continue
             parameter, view = self.parameters[index], self._gradient_views[index]
             tensor = parameter.tensor
             main = getattr(tensor, "main_grad", None)
