@@ -10,7 +10,7 @@ from megatron01.config.registry import optimizers
 
 GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 """First learning rates where a sweep goes by doublings."""
-ROOT_TWO_GRID = (1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.7e-3, 8e-3, 1.1e-2)
+ROOT_TWO_GRID = (5e-4, 7.1e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.7e-3, 8e-3, 1.1e-2)
 WIRE = {"gradient_wire_dtype": "bf16"}
 FIRST = {
     **WIRE,
