@@ -284,16 +284,17 @@ class Setting:
                 if reference is not None and seconds is not None:
                     gains[rate] = reference / seconds
             cells = [f"{gains[rate]:.2f}" if rate in gains else "" for rate in self.rates]
-            rows.append([ENTRIES[name].title, *cells, "" if name == BASELINE else self._stops(gains)])
+            rows.append([ENTRIES[name].title, *cells, "" if name == BASELINE else self._stops(name, loss, gains)])
         return markdown(["contestant", *self.rates, "pays up to"], rows)
 
-    def _stops(self, gains: dict[str, float]) -> str:
+    def _stops(self, name: str, loss: float, gains: dict[str, float]) -> str:
         if not gains:
-            return "never there"
+            curves = [line["curve"] for line in self.learned if line["run"]["contestant"] == name]
+            return "never there" if None in [seconds_to(curve, loss) for curve in curves] else "not timed"
         rates = sorted(gains, key=self._measured_bits)
         where = crossover([self._measured_bits(rate) for rate in rates], [gains[rate] for rate in rates])
         if where is None:
-            return "any rate"
+            return "any rate" if rates[-1] == self.rates[-1] else f"{rates[-1]} at least"
         return f"{where / 1e6:.3g} Mbit/s" if where else "no rate"
 
     def _steps(self) -> str:

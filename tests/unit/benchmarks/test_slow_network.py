@@ -205,6 +205,19 @@ def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(
     gains = next(line for line in lines if line[0] == "| 0/1 Adam, intervals from 1 on" and line[1] == "3.85")
     assert gains[1:3] == ["3.85", "0.96"]
 
+    def stops(rates: list[str], margin: float) -> str:
+        """Where the contestant stops paying off if it has only been timed at these rates."""
+        timed = [*rates, "none"]
+        some = [
+            line for line in records if line["run"]["contestant"] != "zero_one_adam" or line["run"]["rate"] in timed
+        ]
+        row = [line for line in module.report(some, [margin]).splitlines() if line.startswith("| 0/1 Adam, intervals")]
+        return str(row[-2].split(" | ")[-1].removesuffix(" |"))
+
+    assert stops(["10mbit"], 0.5) == "10mbit at least"
+    assert stops([], 0.5) == "not timed"
+    assert stops([], -0.5) == "never there"
+
     older = [{**line, "congestion_control": "bbr"} for line in records if line["run"]["rate"] != "none"]
     assert "10mbit" not in module.report([line for line in records if line["run"]["rate"] == "none"] + older, [0.5])
     path.write_text("".join(json.dumps(line) + "\n" for line in older))
