@@ -32,7 +32,6 @@ from megatron01.compare.page import Part
 from megatron01.compare.runs import run_of_lines
 from megatron01.compare.summary import answers
 from megatron01.config.registry import find_optimizer
-from megatron01.config.yaml_files import nested_settings
 from megatron01.errors import UserError
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
@@ -335,7 +334,11 @@ def write_runs(evidence: Evidence, folder: Path) -> list[Path]:
             continue
         place = folder / f"{run.kind}-{run.folder(folder).name}"  # one level: folders' names are those of runs
         place.mkdir(parents=True, exist_ok=True)
-        (place / "config.yaml").write_text(yaml.safe_dump(nested_settings(record["settings"])), encoding="utf-8")
+        sections: dict[str, dict[str, str]] = {}
+        for key, value in record["settings"].items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        (place / "config.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
         (place / "environment.json").write_text(json.dumps(record["environment"]), encoding="utf-8")
         lines = "".join(json.dumps(line) + "\n" for line in record["metrics"])
         (place / "metrics.jsonl").write_text(lines, encoding="utf-8")

@@ -95,7 +95,7 @@ class MemoryCheck:
             what, trained_bytes = "weights and gradients", 2 * gradients
         needed = frozen + trained_bytes
         if needed > self._free:
-            where = "its GPU" if on_gpu else "its share of the memory of its machine or job"
+            where = "its GPU" if on_gpu else "its share of its machine's or job's memory"
             raise UserError(
                 f"training needs {format_bytes(needed)} for {what}, but {where} has {format_bytes(self._free)} left:"
                 f" {format_bytes(needed - self._free)} too little; give --tensor-model-parallel-size, --shard-optimizer"

@@ -61,7 +61,7 @@ def test_a_framework_trains_to_the_bits_of_the_bare_loop(name: str, precision: s
     if name == "accelerate":
         assert found["exported"][0] == pytest.approx(found["exported"][1], rel=1e-12)
     if name == "lightning":
-        assert found["untouched"] and found["tests"][0] == found["tests"][1]
+        assert found["untouched"] and found["tests"] == pytest.approx([found["saved"]] * 2)
     if name == "trainer":
         assert found["norms"] == 20 and len(found["eval"]) == 2
         others = run(name, tmp_path, precision, "resume", replicas=3)["resumed"]
