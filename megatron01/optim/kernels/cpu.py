@@ -32,8 +32,7 @@ _UNIT = 1 << 10
 _WORD = 32
 
 _NOTHING = np.zeros(0, np.float32)
-_NO_BLOCKS = (0, np.zeros((1, 1), np.uint32), np.zeros(1, np.uint32), 1, 0, 0, 0, False, 1)
-"""In place of a buffer whose values are packed, and in place of packed blocks where a buffer has the values."""
+"""In place of a buffer whose values are packed."""
 
 
 def _open(part, scratch):
@@ -95,28 +94,40 @@ def _compile_write(tile, part):
 
 
 def _values(buffer, packed, start, end, scratch):
-    """fp32[end - start]: values of ``packed`` blocks, if it has bits, else of ``buffer``.
+    """fp32[end - start]: values of ``packed`` blocks, or of ``buffer`` where that is None.
 
     ``start`` and ``end`` come tile by tile; a block is decoded into ``scratch`` when its first tile is asked for.
     """
 
 
-@overload(_values)
+def _scratch_size(packed):
+    """Elements of ``scratch`` for ``_values``."""
+
+
+@overload(_values, inline="always")
 def _compile_values(buffer, packed, start, end, scratch):
-    def values(buffer, packed, start, end, scratch):
+    def decoded(buffer, packed, start, end, scratch):
         first, rows, active, row_blocks, codes_at, first_block, bits, scaled, size = packed
-        if bits == 0:
-            part = buffer[start:end]
-            tile = _open(part, scratch)
-            _read(part, tile)
-            return tile
         if start % size == 0:
             block = first + start // size
             last = block + max(1, (end - start) // size)
             decode(block, last, block, scratch, rows, active, row_blocks, codes_at, first_block, bits, scaled, size)
         return scratch[start % size : start % size + end - start]
 
-    return values
+    def read(buffer, packed, start, end, scratch):
+        part = buffer[start:end]
+        tile = _open(part, scratch)
+        _read(part, tile)
+        return tile
+
+    return read if isinstance(packed, types.NoneType) else decoded
+
+
+@overload(_scratch_size, inline="always")
+def _compile_scratch_size(packed):
+    if isinstance(packed, types.NoneType):
+        return lambda packed: _TILE
+    return lambda packed: max(_TILE, packed[8])
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -155,7 +166,7 @@ def _update(
     one = np.float32(1.0)
     zero = np.float32(0.0)
     scratch = np.empty((4, _TILE), np.float32)
-    gradients, steps = np.empty(max(_TILE, packed_g[8]), np.float32), np.empty(max(_TILE, packed_step[8]), np.float32)
+    gradients, steps = np.empty(_scratch_size(packed_g), np.float32), np.empty(_scratch_size(packed_step), np.float32)
     for start in range(0, x.size, _TILE):
         end = min(start + _TILE, x.size)
         xt, vp, mp, up, wp = x[start:end], v[start:end], m[start:end], u[start:end], weights[start:end]
@@ -238,7 +249,7 @@ def _update_soft_sign(
     one = np.float32(1.0)
     zero = np.float32(0.0)
     scratch = np.empty(_TILE, np.float32)
-    gradients, steps = np.empty(max(_TILE, packed_g[8]), np.float32), np.empty(max(_TILE, packed_step[8]), np.float32)
+    gradients, steps = np.empty(_scratch_size(packed_g), np.float32), np.empty(_scratch_size(packed_step), np.float32)
     for start in range(0, x.size, _TILE):
         end = min(start + _TILE, x.size)
         wp = weights[start:end]
@@ -394,16 +405,16 @@ class CPUKernels:
         self._workers.run(run, 0, -(-x.numel() // unit))
 
     def _arrays(self, place: int, values: Tensor | PackedBlocks) -> tuple[Any, Any]:
-        """What compiled loops take for ``values``: float32 or uint16 (bf16) array, and packed blocks.
+        """What compiled loops take for ``values``: float32 or uint16 (bf16) array, and packed blocks or None.
 
         fp16 is widened in this thread's scratch.
         """
         if isinstance(values, PackedBlocks):
             return _NOTHING, (values.first, *values.packed.arguments, values.packed.format.block_size)
         if values.dtype != torch.float16:
-            return as_array(values), _NO_BLOCKS
+            return as_array(values), None
         count = values.numel()
         scratch = getattr(self._scratch, "buffers", None)
         if scratch is None or scratch.size(1) < count:  # pages that are not written to take no memory
             scratch = self._scratch.buffers = torch.empty(3, max(_RANGE, count), dtype=torch.float32)
-        return scratch[place, :count].copy_(values).numpy(), _NO_BLOCKS
+        return scratch[place, :count].copy_(values).numpy(), None
