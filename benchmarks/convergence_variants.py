@@ -17,13 +17,12 @@ FIRST = {
     "clip_grad_by": "local",
     "variance_kappa": 16,
     "block_size": 1024,
-    "dead_threshold": 0.03,
     "step_bound": 3.0,
     "sync_policy": "schedule",
 }
 """0/1 Adam as it first was: clipped by local norms, blocks that several rows of a matrix share."""
 MEAN = {**FIRST, "clip_grad_by": "mean"}
-ROWS = {**MEAN, "block_size": 64, "dead_threshold": 1e-3}
+ROWS = {**MEAN, "block_size": 64}
 """A scale for each row of the embeddings, which are 64 wide."""
 
 
@@ -80,10 +79,8 @@ def variants(steps: int) -> dict[str, Variant]:
                 "up_to_128_whole": {"max_sync_interval": 128, "local_scale": 1.0},
                 "no_bits": {"compressor": "none"},
                 "rows": {"block_size": 64},
-                "alive": {"dead_threshold": 1e-3},
                 "bf16": WIRE,
                 "refreshing": {"variance_freeze_step": 1 << 20},
-                "dead01": {"dead_threshold": 0.1},
                 "from_2_frozen200": {"sync_policy": "schedule:2", "variance_freeze_step": 200},
                 "from_2_frozen200_kappa64": {
                     "sync_policy": "schedule:2",
@@ -104,8 +101,6 @@ def variants(steps: int) -> dict[str, Variant]:
             }.items()
         ),
         _zero_one("bound05_kappa16", {**MEAN, "gradient_wire_dtype": "4bit", "step_bound": 0.5}),
-        _zero_one("rows_dead_kappa16", {**ROWS, "dead_threshold": 0.03}),
-        _zero_one("blocks_alive_kappa16", {**MEAN, "dead_threshold": 1e-3}),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
         _zero_one("rows_every_step", {**ROWS, "sync_policy": "every"}),
         # arithmetic of Adam, except for the bias correction of the momentum

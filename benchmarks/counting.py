@@ -22,7 +22,7 @@ from megatron01.optim.grad_scaling import DeferredNorm
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
 _CODEC = ("compress", "reduce", "decode")
 _ROWS = ("finish_rows", "mean_rows", "read_rows")
-_KERNELS = ("update", "sum_squares", "mark_active")
+_KERNELS = ("update", "sum_squares")
 
 
 @dataclasses.dataclass

@@ -113,7 +113,7 @@ def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
     """
     kernels = optimizer._kernels
     stopwatch.time_calls(kernels, "norm", "sum_squares")
-    stopwatch.time_calls(kernels, "update", "update", "mark_active")
+    stopwatch.time_calls(kernels, "update", "update")
     stopwatch.time_calls(optimizer._flat, "compression", "read_gradients")
     transport = optimizer._topology.world
     for name in ("all_to_all", "all_gather"):

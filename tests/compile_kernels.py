@@ -198,9 +198,7 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         slices = Slices(torch.zeros(count), state, state, state, model, gradients, step)
         kernels.update(phase, numbers.of(0, phase), slices)
     compiler.label = f"passes, {name}"
-    lengths, words = torch.full((4,), BLOCK_SIZE, dtype=torch.int32), torch.zeros(count // 32, dtype=torch.int32)
     kernels.sum_squares(model, BLOCK_SIZE)
-    kernels.mark_active(torch.zeros(count, dtype=state_dtype), 1e-3, words, words, lengths)
     compiler.label = f"passes over codes alone, {name}"
     kernels.sum_squares(packed_as("4bit"), BLOCK_SIZE)
 

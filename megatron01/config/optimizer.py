@@ -110,9 +110,6 @@ class OptimizerConfig(Bounded):
     """Elements of a quantization block, which share one scale; a power of two. Smaller blocks had higher losses."""
     compressor: Literal["one_bit", "none"] = "one_bit"
     """one_bit: signs and a scale per block, with error feedback; none: full precision, for comparison."""
-    dead_threshold: Below1 = 1e-3
-    """Elements whose root second moment is below this fraction of their block's mean are left out of 1-bit exchanges:
-    1e-3 leaves out those whose gradient is only rounding noise."""
     step_bound: Annotated[float, Bounds(lambda value: value >= 0, "0 (no bound) or more")] | None = None
     """Largest change of a weight per step, in learning rates; 0: no bound. When not given: 1 for zero_one_adam, 3 for
     one_bit_adam; Adam's own bound is 7.3."""

@@ -40,6 +40,7 @@ from megatron01.optim.flat_parameters import (
     FlatParameters,
     FrozenElements,
     active_candidates,
+    mark_active,
     named_parameters,
     parameter_masks,
 )
@@ -497,13 +498,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             if self._second_moment is None:
                 self._active.copy_(self._candidates)
             else:
-                self._kernels.mark_active(
-                    self._local.v,
-                    self._second_moment.dead_threshold,
-                    self._candidates,
-                    self._active,
-                    self._flat.blocks.lengths,
-                )
+                mark_active(self._active, self._candidates, self._local.v, self._kernels.range_elements)
             self._active_is_stale = False
         self._exchange.begin(plan.key)
 

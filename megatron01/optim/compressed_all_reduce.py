@@ -68,7 +68,7 @@ class CompressionWatch:
         if len(history) == _HISTORY and history == sorted(history) and ratio > _GROWTH * history[0] > 0.0:
             logger.warning(
                 "the error feedback of the 1-bit exchange has grown from %.3g to %.3g times the exchanged step; "
-                "raise dead_threshold, or lower block_size or the learning rate",
+                "lower block_size or the learning rate",
                 history[0],
                 ratio,
             )

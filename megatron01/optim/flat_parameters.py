@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron01.comm import BlockLayout
+from megatron01.comm.kernels.specification import pack_mask
 from megatron01.comm.payload import WORD
 from megatron01.errors import UserError, nearest
 
@@ -570,14 +571,24 @@ def active_candidates(layout: FlatParameters, masks: Mapping[int, Tensor], froze
         tensor = layout.parameters[index].tensor
         # in memory order, as everything in the flat buffer
         placed = torch.empty_like(tensor, dtype=torch.bool).copy_(masks[index].expand(tensor.shape))
-        flat = torch.zeros(words.numel() * WORD, dtype=torch.int64, device=active.device)
+        flat = torch.zeros(words.numel() * WORD, dtype=torch.bool, device=active.device)
         flat[: tensor.numel()] = placed.as_strided((tensor.numel(),), (1,))
-        bits = flat.view(-1, WORD) << torch.arange(WORD, device=active.device)
-        words &= bits.sum(1).to(torch.int32)
+        words &= pack_mask(flat)
     if frozen:
         stopped = torch.from_numpy(np.isin(layout.block_parameter, list(frozen))).to(active.device)
         active.view(-1, words_per_block)[stopped] = 0
     return active
+
+
+def mark_active(active: Tensor, candidates: Tensor, v: Tensor, range_elements: int) -> None:
+    """active <- candidates (both int32[elements / 32]) whose second moment v ([elements]) is above 0.
+
+    An element that no refresh of v has seen has no step size yet. Memory for ``range_elements`` is taken at a time.
+    """
+    words = range_elements // WORD
+    for first in range(0, active.numel(), words):
+        part = slice(first, first + words)
+        torch.bitwise_and(candidates[part], pack_mask(v[first * WORD : (first + words) * WORD] > 0.0), out=active[part])
 
 
 def _hook(flat: weakref.ref[FlatParameters], index: int) -> Callable[[Tensor], None]:

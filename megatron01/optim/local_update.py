@@ -237,15 +237,6 @@ class Kernels(Protocol):
     def sum_squares(self, values: Tensor | PackedBlocks, block_size: int) -> Tensor:
         """fp32[blocks]: the sum of squares of each block, in a fixed order; not finite if any element is not."""
 
-    def mark_active(
-        self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
-    ) -> None:
-        """active <- candidates whose root second moment is above ``threshold`` times their block's mean.
-
-        ``variance`` is v ([elements]). ``candidates`` and ``active`` (int32[elements / 32]) have one bit for each
-        element; ``lengths`` (int32[blocks]) are the blocks' real elements, over which the mean is taken.
-        """
-
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         """Run ``phase`` in place; see the module's docstring."""
 
@@ -259,8 +250,6 @@ class SecondMoment:
         mode: "elapsed" decays by beta2^(steps since the last refresh), "per_refresh" by beta2.
         floor: elapsed: the smallest decay.
         bias_correction: True to correct its bias towards 0.
-        dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
-            1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound. Adam itself cannot exceed (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)), 7.3 by
             default; a second moment that is rarely refreshed has no such bound.
@@ -277,10 +266,9 @@ class SecondMoment:
         mode: Literal["elapsed", "per_refresh"],
         floor: float,
         bias_correction: bool,
-        dead_threshold: float,
         step_bound: float | None,
     ) -> None:
-        for name, value in (("betas[1]", beta2), ("dead_threshold", dead_threshold), ("variance_decay_floor", floor)):
+        for name, value in (("betas[1]", beta2), ("variance_decay_floor", floor)):
             if not 0.0 <= value < 1.0:
                 raise UserError(f"{name} is {value}; expected a number in [0, 1)")
         require_positive("eps", eps)
@@ -294,9 +282,8 @@ class SecondMoment:
         self._last_refresh = -1
         self._product = 1.0  # of all decays so far
         self.eps = eps
-        self.dead_threshold = dead_threshold
         self._step_bound = step_bound
-        self.settings = (eps, beta2, mode, floor, bias_correction, dead_threshold, step_bound)
+        self.settings = (eps, beta2, mode, floor, bias_correction, step_bound)
 
     def bound(self, rates: np.ndarray) -> np.ndarray:
         """fp64[groups]: largest movement of a weight; ``rates`` (fp64[groups]) are summed since synchronization."""

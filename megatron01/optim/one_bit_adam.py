@@ -42,8 +42,6 @@ class OneBitAdam(FlatOptimizer):
         momentum_bias_correction: divide the step at t, counted from 0, by 1 - beta1^(t + 1), as Adam does.
         variance_bias_correction: divide the second moment by 1 - beta2^steps.
         compressor: "one_bit", or "none" to exchange fp32.
-        dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
-            1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
         delay: receive the result of an exchange one step later, so that it overlaps with that step's computation.
@@ -61,7 +59,6 @@ class OneBitAdam(FlatOptimizer):
         momentum_bias_correction: bool = True,
         variance_bias_correction: bool = True,
         compressor: Literal["one_bit", "none"] = "one_bit",
-        dead_threshold: float = 1e-3,
         step_bound: float | None = 3.0,
         delay: bool = False,
         **common: Unpack[CommonArguments],
@@ -76,7 +73,6 @@ class OneBitAdam(FlatOptimizer):
             mode="per_refresh",
             floor=0.0,
             bias_correction=variance_bias_correction,
-            dead_threshold=dead_threshold,
             step_bound=step_bound,
         )
         self._freeze_step = math.inf if freeze_step is None else freeze_step

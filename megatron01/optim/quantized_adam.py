@@ -36,7 +36,6 @@ class QuantizedAdam(FlatOptimizer):
             mode="per_refresh",
             floor=0.0,
             bias_correction=True,
-            dead_threshold=0.0,
             step_bound=None,
         )
         wire: CommonArguments = {"gradient_wire_dtype": "4bit"}

@@ -46,7 +46,6 @@ def adaptive_arguments(settings: OptimizerConfig) -> dict[str, Any]:
         "momentum_bias_correction": settings.momentum_bias_correction,
         "variance_bias_correction": settings.variance_bias_correction,
         "compressor": settings.compressor,
-        "dead_threshold": settings.dead_threshold,
         **bound,
         "delay": settings.delay_synchronization,
     }

@@ -44,8 +44,6 @@ class ZeroOneAdam(FlatOptimizer):
         sync_policy: "schedule:K", "schedule" (K = 1, as published), "every", "constant:K" or "doubling:START,PERIOD".
         variance_freeze_step: step from which the second moment is frozen; if None, the first with an interval above
             that after the warm-up.
-        dead_threshold: elements whose root second moment is not above this share of their block's mean stay out of the
-            1-bit exchange.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
         local_scale: between two synchronizations the model's weights are those of the last one less this share of the
@@ -72,7 +70,6 @@ class ZeroOneAdam(FlatOptimizer):
         compressor: Literal["one_bit", "none"] = "one_bit",
         sync_policy: str = "schedule:2",
         variance_freeze_step: int | None = None,
-        dead_threshold: float = 1e-3,
         step_bound: float | None = 1.0,
         local_scale: float = 0.5,
         delay: bool = False,
@@ -92,7 +89,6 @@ class ZeroOneAdam(FlatOptimizer):
             mode=variance_decay,
             floor=variance_decay_floor,
             bias_correction=variance_bias_correction,
-            dead_threshold=dead_threshold,
             step_bound=step_bound,
         )
         if not 0.0 <= local_scale <= 1.0:

@@ -27,7 +27,6 @@ def train(rank: int, size: int) -> dict[str, Any]:
         watch_interval=3,
         block_size=64,
         bucket_elements=512,
-        dead_threshold=0.0,
     )
     generator = torch.Generator().manual_seed(rank)
     out: dict[str, Any] = {"kinds": [], "reports": []}

@@ -170,7 +170,6 @@ OWN_SETTINGS: dict[str, dict[str, tuple[Any, Any]]] = {
         "sync_policy": ("schedule", "every"),
         "variance_freeze_step": (None, 20),
         "local_scale": (0.5, 1.0),
-        "dead_threshold": (1e-3, 1e-4),
         "delay": (False, True),
     },
     "1-bit Adam": {
@@ -180,7 +179,6 @@ OWN_SETTINGS: dict[str, dict[str, tuple[Any, Any]]] = {
         "freeze_ratio": (0.96, 0.9),
         "variance_bias_correction": (True, False),
         "compressor": ("one_bit", "none"),
-        "dead_threshold": (1e-3, 1e-4),
         "delay": (False, True),
     },
     "soft sign": {"beta": (0.9, 0.95), "soft_sign_max": (False, True)},

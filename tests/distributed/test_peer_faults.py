@@ -17,7 +17,7 @@ one rank without a gradient leaves out a collective       a_gradient_missing_on_
 a full step leaves stale error feedback of another kind   full_steps_leave_the_error_feedback_alone
 fp32 accumulators beside the errors                       state_takes_20_bytes_and_a_share_per_parameter
 clipping factors that differ at averaged steps            full_steps_clip_by_the_norm_of_the_mean
-the key bias explodes                                     test_dead_coordinates.py
+the key bias explodes                                     test_key_bias.py
 one scale for all is no contraction, pads count           test_codec.py (contraction, real elements, golden payload)
 -0.0 packed as -1, its error computed for +1              test_codec.py (zero counts as plus)
 the freeze is a step late                                 test_policies.py (freezes at the given step)

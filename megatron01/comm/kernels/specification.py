@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from megatron01.comm.payload import (
@@ -109,6 +110,8 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 def pack_mask(bits: torch.Tensor) -> torch.Tensor:
     """int32[elements / 32] of bool[elements], such as active words of a mask."""
+    if bits.device.type == "cpu":  # three times as fast
+        return torch.from_numpy(np.packbits(bits.numpy(), bitorder="little").view(np.int32))
     return pack_bits(bits[None])[0].view(torch.int32)
 
 

@@ -30,8 +30,6 @@ _RANGE = 1 << 16
 _UNIT = 1 << 10
 """A slice is split over threads in multiples of this many elements."""
 
-_WORD = 32
-
 _NOTHING = np.zeros(0, np.float32)
 """In place of a buffer whose values are packed."""
 
@@ -309,27 +307,6 @@ def _sum_squares(values, packed, block_size, sums):
         sums[block] = _halving_sum(squares)
 
 
-@compiled(nogil=True, error_model="numpy")
-def _mark_active(variance, block_size, lengths, threshold, candidates, active):
-    roots = np.empty(block_size, np.float32)
-    sums = np.empty(block_size, np.float32)
-    scratch = np.empty(block_size, np.float32)
-    words = block_size // _WORD
-    for block in range(lengths.size):
-        part = variance[block * block_size : (block + 1) * block_size]
-        tile = _open(part, scratch)
-        _read(part, tile)
-        for i in range(block_size):
-            roots[i] = np.sqrt(tile[i])
-            sums[i] = roots[i]
-        cut = threshold * (_halving_sum(sums) / np.float32(lengths[block]))
-        for w in range(words):
-            word = np.uint32(0)
-            for j in range(_WORD):
-                word |= np.uint32(roots[_WORD * w + j] > cut) << np.uint32(j)
-            active[block * words + w] = word & candidates[block * words + w]
-
-
 class CPUKernels:
     """``Kernels`` by compiled loops, on several threads."""
 
@@ -353,25 +330,6 @@ class CPUKernels:
 
         self._workers.run(run, 0, sums.numel())
         return sums
-
-    def mark_active(
-        self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
-    ) -> None:
-        size = variance.numel() // lengths.numel()
-        words = size // _WORD
-
-        def run(first: int, last: int) -> None:
-            place = slice(first * words, last * words)
-            _mark_active(
-                as_array(variance[first * size : last * size]),
-                size,
-                lengths[first:last].numpy(),
-                np.float32(threshold),
-                candidates[place].numpy().view(np.uint32),
-                active[place].numpy().view(np.uint32),
-            )
-
-        self._workers.run(run, 0, lengths.numel())
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         n, (x, v, m, u, weights, gradients, step) = numbers, slices

@@ -376,25 +376,6 @@ def square_sums_kernel(
     tl.store(sums + block, _halving_sums(loaded * loaded, BLOCKS, LENGTH), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def mark_active_kernel(
-    variance, lengths, threshold, candidates, active, num_blocks, BLOCKS: tl.constexpr, LENGTH: tl.constexpr
-):
-    """active <- candidates whose root variance is above a share of the mean root of their block's real elements."""
-    words: tl.constexpr = LENGTH // _WORD
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = block < num_blocks
-    at = block[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
-    roots = tl.sqrt_rn(_load(variance, at, inside[:, None]))
-    count = tl.load(lengths + block, mask=inside, other=1).to(tl.float32)
-    cut = threshold * tl.div_rn(_halving_sums(roots, BLOCKS, LENGTH), count)
-    bits = tl.reshape((roots > cut[:, None]).to(tl.int32), [BLOCKS, words, _WORD])
-    packed = tl.sum(bits << tl.arange(0, _WORD)[None, None, :], axis=2)
-    place = block[:, None] * words + tl.arange(0, words)[None, :]
-    allowed = tl.load(candidates + place, mask=inside[:, None], other=0)
-    tl.store(active + place, packed & allowed, mask=inside[:, None])
-
-
 class TritonKernels:
     """``Kernels`` by Triton, for tensors on a GPU.
 
@@ -417,13 +398,6 @@ class TritonKernels:
         arguments, bits, scaled, _ = _loaded(values)
         self._run_blocks(square_sums_kernel, count, block_size, *arguments, sums, count, BITS=bits, SCALED=scaled)
         return sums
-
-    def mark_active(
-        self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
-    ) -> None:
-        count = lengths.numel()
-        arguments = (variance, lengths, threshold, candidates, active, count)
-        self._run_blocks(mark_active_kernel, count, variance.numel() // count, *arguments)
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         n, (x, v, m, u, weights, gradients, step) = numbers, slices

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron01.comm.kernels.specification import decode_packed, pack_mask
+from megatron01.comm.kernels.specification import decode_packed
 from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
@@ -23,13 +23,6 @@ class TorchKernels:
         length = self._whole(block_size)
         parts = (_decoded(values[first : first + length]) for first in range(0, values.numel(), length))
         return torch.cat([block_sums(part.view(-1, block_size).square()) for part in parts])
-
-    def mark_active(
-        self, variance: Tensor, threshold: float, candidates: Tensor, active: Tensor, lengths: Tensor
-    ) -> None:
-        roots = variance.float().sqrt().view(lengths.numel(), -1)
-        cut = threshold * (block_sums(roots) / lengths)
-        active.copy_(pack_mask((roots > cut[:, None]).view(-1)) & candidates)
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         rule = _soft_sign_update if numbers.rule is Rule.SOFT_SIGN else _update

@@ -17,7 +17,7 @@ from megatron01.comm.kernels.specification import ReferenceCodec, decode_packed
 from megatron01.comm.payload import PackedBlocks, PackedFormat
 from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
-from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
+from megatron01.optim.flat_parameters import FlatParameters, NamedParameter, mark_active
 from megatron01.optim.grad_scaling import add_up, overflow_status
 from megatron01.optim.gradients import square_sums
 from megatron01.optim.kernels.cpu import CPUKernels
@@ -254,21 +254,14 @@ def test_copies_to_and_from_flat_buffers(dtypes: tuple[torch.dtype, ...]) -> Non
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("threshold", [1e-3, 0.3, 1.0])
-@pytest.mark.parametrize("state_dtype", [FP32, BF16])
-@pytest.mark.parametrize("block_size", [32, 1024])
-def test_dead_elements(backend: Backend, block_size: int, threshold: float, state_dtype: torch.dtype) -> None:
-    def use(given_problem: Problem) -> list[torch.Tensor]:
-        flat, v = given_problem.flat, given_problem.local.v
-        # a block whose roots all equal their mean, and a block of zeros
-        v[:block_size], v[2 * block_size : 3 * block_size] = 4.0, 0.0
-        for block, length in enumerate(flat.blocks.lengths.tolist()):
-            v[block * block_size + length : (block + 1) * block_size] = 0.0
-        candidates, active = given_problem.active.to(v.device), torch.zeros_like(given_problem.active, device=v.device)
-        given_problem.local.kernels.mark_active(v, threshold, candidates, active, flat.blocks.lengths)
-        return [active]
-
-    both(backend, use, block_size=block_size, dtypes=(FP32,), state_dtype=state_dtype)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_elements_are_active_once_a_refresh_has_seen_them(backend: Backend, dtype: torch.dtype) -> None:
+    device = backend[0]
+    v = torch.tensor([0.0, 1e-30, 0.0, 4.0]).repeat(24).to(device, dtype)
+    candidates = torch.tensor([-1, 0b0110, 0], dtype=torch.int32, device=device)
+    active = torch.full_like(candidates, 7)
+    mark_active(active, candidates, v, 64)  # two words at a time, then the last one
+    assert active.tolist() == [0xAAAAAAAA - (1 << 32), 0b0010, 0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

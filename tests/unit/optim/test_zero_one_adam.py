@@ -279,7 +279,6 @@ def test_clipping_bounds_the_momentum() -> None:
         ({"max_sync_interval": 0}, "max_sync_interval is 0"),
         ({"variance_kappa": 0}, "variance_kappa is 0"),
         ({"sync_policy": "never"}, "sync_policy is 'never'"),
-        ({"dead_threshold": 2.0}, "dead_threshold is 2.0"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
