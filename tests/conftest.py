@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from hypothesis import HealthCheck, settings
 
 import tests.triton_setup  # noqa: F401  (sets a variable that Triton reads when it is imported)
 
+# Programs that tests start import the package of this tree, wherever another one is installed.
+os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
 torch.set_num_threads(1)  # tests run in parallel: threads that wait for one another would keep cores from other tests
 
 # A kernel's first call loads or compiles it, and fixture folders may be written to repeatedly: no deadline, no check.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, TORCHRUN, run, run_python
+
 README = (ROOT / "README.md").read_text()
 PAGES = [README, *((ROOT / "docs" / name).read_text() for name in ("pretraining.md", "planning.md"))]
 
@@ -32,17 +30,6 @@ def preprocessings() -> list[list[str]]:
     return [words for words in commands("megatron01") if words[1] == "preprocess"]
 
 
-def run(words: list[str], folder: Path, *, quiet: bool = False) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr
-    assert not (quiet and "each replica has sent" in done.stderr), done.stderr
-    return done.stdout
-
-
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-
-
 def test_the_first_commands_are_targets_of_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     found = commands("make")
@@ -53,7 +40,7 @@ def test_the_first_commands_are_targets_of_the_makefile() -> None:
 
 @pytest.mark.parametrize("block", blocks("python"))
 def test_the_python_code_runs(block: str, tmp_path: Path) -> None:
-    output = run([sys.executable, "-c", block], tmp_path)
+    output = run_python("-c", block, cwd=tmp_path)
     assert output.startswith("0 ")
 
 
@@ -63,7 +50,8 @@ def test_the_python_code_runs_on_two_replicas(block: str, tmp_path: Path) -> Non
     script = tmp_path / "snippet.py"
     script.write_text(block + "\nprint('sent', optimizer.last_step.bytes_sent, 'state', optimizer.fingerprint())\n")
     # a file for each rank: in one pipe their lines would run into each other
-    run([*TORCHRUN, "--redirects", "1", "--log-dir", str(tmp_path / "output"), str(script)], tmp_path, quiet=True)
+    done = run(*TORCHRUN, "2", "--redirects", "1", "--log-dir", tmp_path / "output", script, cwd=tmp_path)
+    assert "each replica has sent" not in done.stderr, "the warning of a run that sent more than Adam"
     output = "".join(path.read_text() for path in (tmp_path / "output").rglob("stdout.log"))
     first = re.findall(r"^0 .* (\d+)$", output, re.MULTILINE)
     assert len(first) == 2 and all(int(sent) > 2209 / 2 for sent in first), "2209 gradients in 4 bits"
@@ -77,7 +65,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("data", "configs", "pretrain_gpt.py", "pretrain_bert.py"):
         (folder / name).symlink_to(ROOT / name)
     for words in preprocessings():
-        run([sys.executable, "-m", "megatron01", *words[1:]], folder)
+        run_python("-m", "megatron01", *words[1:], cwd=folder)
     return folder
 
 
@@ -87,7 +75,7 @@ def test_the_preprocess_commands_make_what_the_training_commands_read(prepared: 
     assert len(trainings) == len(preprocessings()) == 2
     for words in trainings:
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        printed = run([sys.executable, *words[script:], "--print-config"], prepared)
+        printed = run_python(*words[script:], "--print-config", cwd=prepared)
         path = re.search(r"\bdata_path:\s+- (\S+)", printed)
         assert path and (prepared / f"{path[1]}.idx").exists() and (prepared / f"{path[1]}.bin").exists()
 
@@ -97,7 +85,7 @@ def test_the_schedule_commands_work() -> None:
     schedules = [words for words in commands("megatron01") if words[1] == "schedule"]
     assert len(schedules) == 3
     for words in schedules:
-        assert "1-bit Adam" in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
+        assert "1-bit Adam" in run_python("-m", "megatron01", *words[1:], cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -106,7 +94,7 @@ def test_the_plan_commands_work() -> None:
     assert len(plans) == 3
     for words in plans:
         expected = "MB" if "--memory" in words else "recommended: "
-        assert expected in run([sys.executable, "-m", "megatron01", *words[1:]], ROOT)
+        assert expected in run_python("-m", "megatron01", *words[1:], cwd=ROOT)
 
 
 @pytest.mark.slow
@@ -115,7 +103,7 @@ def test_the_table_of_links_is_what_the_planner_says() -> None:
     assert len(rows) == 4
     for gbits, optimizer, gain, one_bit in rows:
         flags = ["--config", "configs/gpt2/345m.yaml", "--gpu", "a100", "--nodes", "4", "--link-gbits", gbits]
-        shown = run([sys.executable, "-m", "megatron01", "plan", *flags], ROOT)
+        shown = run_python("-m", "megatron01", "plan", *flags, cwd=ROOT)
         assert f"recommended: {optimizer}" in shown
         assert optimizer == "adam" or f"({float(gain):.2g} times as fast as adam" in shown
         (found,) = re.findall(r"^one_bit_adam .* ([\d.]+) +\d+%", shown, re.MULTILINE)
@@ -130,9 +118,9 @@ def test_files_and_folders_that_it_names_exist() -> None:
 
 
 def test_flags_that_it_names_exist() -> None:
-    shown = run([sys.executable, str(ROOT / "pretrain_gpt.py"), "--help"], ROOT)
+    shown = run_python(ROOT / "pretrain_gpt.py", "--help")
     for command in ("plan", "preprocess", "schedule"):
-        shown += run([sys.executable, "-m", "megatron01", command, "--help"], ROOT)
+        shown += run_python("-m", "megatron01", command, "--help")
     for flag in set(re.findall(r"(--[a-z][a-z0-9-]+)", "\n".join(PAGES[:2]))):
         if flag not in ("--nproc-per-node", "--help", "--dry-run"):
             assert flag in shown, flag

@@ -1,54 +1,49 @@
-"""benchmarks/step.py measures every kind of step; what it measures is not judged here."""
+"""Every part of the benchmarks runs at tiny sizes and reports all that it measures; no result is judged here."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.programs import ROOT, run_python
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def numbers(value):
+def numbers(value: Any) -> list[float]:
     """All numbers in a structure of lists and dicts."""
-    if isinstance(value, dict):
-        return [n for inner in value.values() for n in numbers(inner)]
-    if isinstance(value, list):
-        return [n for inner in value for n in numbers(inner)]
-    return [value] if isinstance(value, (int, float)) else []
+    if isinstance(value, dict | list):
+        return [n for inner in (value.values() if isinstance(value, dict) else value) for n in numbers(inner)]
+    return [value] if isinstance(value, int | float) else []
 
 
-def measured(tmp_path, *arguments):
-    """The output of benchmarks/step.py, and its numbers."""
-    output = tmp_path / "result.json"
-    program = str(ROOT / "benchmarks" / "step.py")
-    finished = subprocess.run(
-        [sys.executable, program, "--size", "tiny", "--steps", "2", "--json", str(output), *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert finished.returncode == 0, finished.stderr
+def measured(folder: Path, benchmark: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """What a benchmark prints, and what it writes as JSON."""
+    output = folder / "result.json"
+    printed = run_python(ROOT / "benchmarks" / benchmark, *arguments, "--json", output)
     result = json.loads(output.read_text())
     assert all(math.isfinite(number) for number in numbers(result))
-    return finished.stdout, result
+    return printed, result
 
 
-def test_measures_bert(tmp_path):
-    _, result = measured(tmp_path, "--model", "bert", "--section", "phases")
+STEP = ("step.py", "--size", "tiny", "--steps", "2")
+
+
+def test_steps_of_bert(tmp_path: Path) -> None:
+    _, result = measured(tmp_path, *STEP, "--model", "bert", "--section", "phases")
     assert set(result["phases"]["kinds"]) == {"adam", "full", "one_bit", "local"}
 
 
-def test_reports_every_kind_of_step_and_every_buffer(tmp_path):
-    stdout, result = measured(tmp_path, "--model", "gpt2")
+def test_every_kind_of_step_and_every_buffer(tmp_path: Path) -> None:
+    stdout, result = measured(tmp_path, *STEP, "--model", "gpt2")
     kinds = result["phases"]["kinds"]
     parameters = result["phases"]["parameters"]
     assert set(kinds) == {"adam", "full", "one_bit", "local"}
@@ -86,3 +81,73 @@ def test_reports_every_kind_of_step_and_every_buffer(tmp_path):
     assert buffers["server_error"] == pytest.approx(2 * memory["padded_parameters"], abs=4 * 1024)
     for section in ("Phases of a step", "Optimizer arithmetic", "Steps of every optimizer", "Memory"):
         assert section in stdout
+
+
+def test_both_kinds_of_saves(tmp_path: Path) -> None:
+    _, result = measured(tmp_path, "checkpoint.py", "--size", "tiny", "--rounds", "2", "--folder", str(tmp_path))
+    assert result["replicas"] == 2 and result["megabytes"] > 0 and result["parameters"] > 0
+    for kind in ("waiting", "meanwhile"):
+        assert result[kind]["stall"] > 0 and result[kind]["step_seconds"] > 0
+    assert result["waiting"]["slowdown"] == 1 and result["waiting"]["writing"] == result["waiting"]["stall"]
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]  # what was written is gone
+
+
+def test_every_phase_of_compression_and_the_exchange(tmp_path: Path) -> None:
+    elements = 200_000
+    sizes = ["--elements", "65536", "--exchange-elements", str(elements), "--rounds", "2"]
+    printed, result = measured(tmp_path, "compress.py", *sizes)
+    phases = result["codec"]["phases"]
+    names = {(entry["quantizer"], entry["phase"]) for entry in phases}
+    assert names == {
+        (quantizer, phase)
+        for quantizer in ("sign", "random", "4bit", "8bit")
+        for phase in ("compress", "reduce", "decode")
+    }
+    assert {entry["threads"] for entry in phases} == {1, os.cpu_count()}
+    assert all(entry["ratio"] > 0 for entry in phases)
+
+    (exchange,) = result["exchange"]
+    ours, rivals = exchange["exchange"], exchange["rivals"]
+    assert 0 < ours["seconds"] <= ours["seconds_decoded"]
+    assert ours["bytes_sent"] == pytest.approx(elements * (1 / 8 + 2 / 1024), rel=0.02)
+    assert set(rivals) == {"all_reduce", "adam"}
+    assert rivals["adam"]["bytes_sent"] == 4 * elements
+    assert 0 < rivals["all_reduce"]["seconds"] < rivals["adam"]["seconds"]
+    for section in ("## Codec", "## Exchange"):
+        assert section in printed
+
+
+def test_every_stage_of_data(tmp_path: Path) -> None:
+    sizes = ["--megabytes", "0.2", "--rounds", "1", "--documents", "2e3", "--seconds", "0.05", "--workers", "1"]
+    printed, result = measured(tmp_path, "data.py", *sizes)
+    for heading in ("## Preprocessing", "## Indices of 2000 documents", "## Samples"):
+        assert heading in printed
+    assert all(rate["megabytes"] > 0 for rate in result["preprocessing"])
+    indices = {rate["index"]: rate for rate in result["indices"]}
+    assert indices["GPT-2, three epochs"]["num_samples"] > 2.5 * indices["GPT-2, one epoch"]["num_samples"]
+    assert all(rate["seconds"] > 0 and rate["megabytes"] > 0 for rate in indices.values())
+    rates = {(rate["samples"], rate["workers"]): rate["per_second"] for rate in result["samples"]}
+    assert len(rates) == 4 * 3 and all(rate > 0 for rate in rates.values())
+
+
+def test_each_resize_is_compared_with_the_run_of_its_seed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The runs of elastic_resume.py are formulas here."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    benchmark: Any = importlib.import_module("elastic_resume")
+    starts: list[tuple[int, int, tuple[str, ...]]] = []
+
+    def train(arguments: Any, seed: int, replicas: int, folder: Path, *more: str) -> float:
+        starts.append((seed, replicas, more))
+        return 7.0 + seed + (0.01 * (seed + 1) if more else 0.0)
+
+    monkeypatch.setattr(benchmark, "train", train)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["elastic_resume.py", "--seeds", "0", "1", "--steps", "40", "--resumed", "8"])
+    benchmark.main()
+    assert [(seed, replicas) for seed, replicas, _ in starts] == [(0, 4), (0, 8), (1, 4), (1, 8)]
+    assert starts[1][2][0] == "--load" and starts[1][2][1].endswith("whole/iter_0000020")
+    printed = capsys.readouterr().out
+    assert "over the seeds: 0.7071" in printed
+    assert "| 4, then 8 | 7.5150 | +0.0150 | +0.0200 |" in printed

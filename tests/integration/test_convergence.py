@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,8 +13,7 @@ import torch
 
 from megatron01.config import BertModelConfig
 from megatron01.models import Bert
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, run_python
 
 
 @pytest.fixture
@@ -41,7 +37,7 @@ def test_simulated_replicas_take_the_same_steps_as_processes(benchmarks: Any, tm
     run_module, pool_module = benchmarks("convergence_run"), benchmarks("replica_pool")
     torch.set_flush_denormal(True)
     common = {"task": "gpt2", "learning_rate": 1e-2, "seed": 1, "steps": 24, "replicas": 4, "size": "tiny"}
-    subprocess.run([sys.executable, str(ROOT / "data" / "prepare.py"), "--output", str(tmp_path)], check=True)
+    run_python(ROOT / "data" / "prepare.py", "--output", tmp_path)
     with pool_module.ReplicaPool(4) as pool:
         for name, settings in RUNS.items():
             run = run_module.Run(**(common | settings))
@@ -105,21 +101,12 @@ def test_every_variant_is_a_valid_recipe(benchmarks: Any) -> None:
 @pytest.mark.slow
 def test_a_command_goes_on_where_it_stopped(tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    command = [sys.executable, str(ROOT / "benchmarks" / "convergence.py"), "--task", "bert", "gpt2", "--steps", "16"]
+    command = [str(ROOT / "benchmarks" / "convergence.py"), "--task", "bert", "gpt2", "--steps", "16"]
     command += ["--variants", "adam", "zero_one_adam", "--rates", "4e-3", "--replicas", "2", "--output", str(output)]
     command += ["--data", str(tmp_path / "data")]
 
     def run(*seeds: str) -> list[dict[str, Any]]:
-        done = subprocess.run(
-            [*command, "--seeds", *seeds],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        assert "gap to Adam's best rate" in done.stdout
+        assert "gap to Adam's best rate" in run_python(*command, "--seeds", *seeds)
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     first = run("0")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +12,18 @@ import torch
 from transformers import GPT2LMHeadModel
 
 from megatron01.checkpoint.manifest import iteration_folder
+from tests import programs
 from tests.integration.tiny import assert_same_state, gpt_config
+from tests.programs import ROOT, TORCHRUN
 
-ROOT = Path(__file__).resolve().parents[2]
 LINE = re.compile(r"^step (\d+)  loss ([\d.]+)  (\w+)(?:/\d+)?  ([\d.]+) MB sent$", re.MULTILINE)
 
 
 def run(script: str, *arguments: str) -> tuple[list[tuple[int, float, str, float]], dict[str, Any]]:
     """The lines that replica 0 prints (step, loss, kind, megabytes) and the result at the end."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / script), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [(int(step), float(loss), kind, float(sent)) for step, loss, kind, sent in LINE.findall(done.stdout)]
-    return lines, json.loads(done.stdout.splitlines()[-1])
+    printed = programs.run(*TORCHRUN, "2", ROOT / "examples" / script, *arguments).stdout
+    lines = [(int(step), float(loss), kind, float(sent)) for step, loss, kind, sent in LINE.findall(printed)]
+    return lines, json.loads(printed.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -84,7 +73,6 @@ def test_huggingface(tmp_path: Path) -> None:
 def test_a_model_of_ones_own(corpus: Path, tmp_path: Path) -> None:
     """It learns, and goes on from a checkpoint to the bit."""
     data = gpt_config(corpus).data
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     settings = f"""--data-path {corpus}/gpt --split 80,10,10 --seq-length 32 --vocab-file {data.vocab_file}
         --merge-file {data.merge_file} --num-workers 0 --num-layers 2 --hidden-size 32 --num-attention-heads 1
         --max-position-embeddings 32 --cell lstm --lr 1e-2 --train-iters 24 --micro-batch-size 2 --block-size 64
@@ -92,16 +80,8 @@ def test_a_model_of_ones_own(corpus: Path, tmp_path: Path) -> None:
         --lr-warmup-iters 2 --eval-iters 1"""
 
     def pretrain(*arguments: str) -> str:
-        done = subprocess.run(
-            [*command, str(ROOT / "examples" / "own_model.py"), *settings.split(), *arguments],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        program = [*TORCHRUN, "2", ROOT / "examples" / "own_model.py"]
+        return programs.run(*program, *settings.split(), *arguments).stdout
 
     printed = pretrain("--save", f"{tmp_path}/whole", "--run-dir", f"{tmp_path}/run")
     losses = [float(loss) for loss in re.findall(r"^iter .*?loss ([\d.]+)", printed, re.MULTILINE)]

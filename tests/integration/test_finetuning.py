@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,12 +19,11 @@ from megatron01.errors import UserError
 from megatron01.finetune.glue import TASKS, GlueBench, glue
 from megatron01.finetune.results import Run
 from megatron01.utils.signals import Stopped
+from tests import programs
 from tests.integration.tiny import bert_config
 from tests.unit.convert.trained import save_trained
 from tests.unit.finetune.models import write_model
 from tests.unit.finetune.rows import write_tsv
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -220,13 +218,10 @@ def test_a_report_needs_a_sweep(model_folder: Path, data: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_jobs_in_processes(model_folder: Path, data: Path, tmp_path: Path):
     """Two jobs in parallel give the same results as sequential ones."""
-    command = [sys.executable, "-m", "megatron01", "glue", "--load", str(model_folder), "--data", str(data)]
+    command = ["glue", "--load", str(model_folder), "--data", str(data)]
     command += ["--tasks", "CoLA", "--batch-sizes", "2", "--learning-rates", "1e-3", "--seeds", "3", "--epochs", "1"]
     command += ["--max-length", "24", "--device", "cpu", "--output", str(tmp_path / "jobs"), "--jobs", "2"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert programs.run(sys.executable, "-m", "megatron01", *command).stderr == ""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     glue(GlueConfig(**settings(model_folder, data, tmp_path / "alone", tasks=("CoLA",), seeds=3)))

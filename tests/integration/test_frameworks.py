@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,25 +15,17 @@ from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
 from megatron01.integrations import ShownSchedule, save_state
 from megatron01.integrations.common import find_optimizer, require_version
+from tests import programs
+from tests.programs import ROOT, TORCHRUN
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
 ADAM = 20 * 4 * 241  # bytes that a replica of two sends with Adam
 
 
 def run(name: str, folder: Path, *arguments: str, replicas: int = 2) -> dict[str, Any]:
     """The JSON object that replica 0 prints."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas)]
-    done = subprocess.run(
-        [*launcher, str(SCRIPT), name, str(folder), *arguments],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT "))
+    printed = programs.run(*TORCHRUN, str(replicas), SCRIPT, name, folder, *arguments).stdout
+    (line,) = (line for line in printed.splitlines() if line.startswith("RESULT "))
     found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
     return found
 
@@ -146,16 +135,6 @@ def test_a_second_optimizer_whose_state_would_replace_the_first_ones_is_refused(
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["transformers_trainer", "accelerate_loop", "lightning_trainer", "fabric_loop"])
 def test_the_examples_learn(script: str, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(ROOT / "examples" / f"{script}.py")],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = programs.run(*TORCHRUN, "2", ROOT / "examples" / f"{script}.py", cwd=tmp_path)
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["loss"] < 4.0 and len(result["fingerprint"]) == 64  # 16 or log 64 at first

@@ -638,7 +638,7 @@ def test_a_signal_ends_the_preparation_of_data(corpus, tmp_path, replicas):
     processes = [
         subprocess.Popen(
             [sys.executable, *arguments],
-            env=os.environ | environment | {"PYTHONPATH": str(ROOT)},
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

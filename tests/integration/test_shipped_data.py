@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import lzma
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from megatron01.data import IndexedDataset
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import ROOT, run_python
 
 
 def prepare(folder: Path) -> str:
-    command = [sys.executable, "data/prepare.py", "--output", str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, env=environment).stdout
+    return run_python("data/prepare.py", "--output", folder, cwd=ROOT)
 
 
 def test_corpus_names_its_origin() -> None:

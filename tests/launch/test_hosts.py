@@ -36,7 +36,6 @@ def start_on(hosts: Hosts, host: int, folder: Path, *command: object, **variable
     enter = ["ip", "netns", "exec", hosts.namespaces[host], "unshare", "--uts", "--mount"]
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         **variables,
     }

@@ -22,7 +22,6 @@ SCRIPT = ROOT / "launch" / "mpirun.sh"
 def start(*arguments: object, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "PATH": f"{path or os.path.dirname(find_mpirun())}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
         "PYTHON": sys.executable,
         "MPIRUN_OPTIONS": "--allow-run-as-root --oversubscribe",
         **variables,

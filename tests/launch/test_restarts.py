@@ -30,7 +30,6 @@ def run_undisturbed(rank, world_size, config):
 def start(*arguments, **variables):
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
         "REPLICAS": "2",
         "DOCTOR": "no",
         **variables,

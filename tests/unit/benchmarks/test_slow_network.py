@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.programs import ROOT, run_python
+
 CURVE = [
     [10, 5.0, 8.0, {"full": 10}],
     [20, 9.0, 7.0, {"full": 12, "local": 8}],
@@ -351,22 +351,13 @@ def leaves_no_hosts(load: Any) -> Iterator[None]:
 @pytest.mark.slow
 def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     output = tmp_path / "results.jsonl"
-    command = [sys.executable, str(ROOT / "benchmarks" / "slow_network.py"), "--size", "tiny", "--hosts", "2"]
+    command = [str(ROOT / "benchmarks" / "slow_network.py"), "--size", "tiny", "--hosts", "2"]
     command += ["--steps", "8", "--timed-steps", "6", "--evaluations", "2", "--learning-rate", "1e-2"]
     command += ["--rates", "--find-profile", "--whole", "20mbit", "--contestants", "zero_one_adam", "diloco_50"]
     command += ["--output", str(output), "--data", str(tmp_path / "data")]
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [*command, *words],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_python(*command, *words)
 
     tables = run()
     lines = [json.loads(line) for line in output.read_text().splitlines()]

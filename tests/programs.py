@@ -1,0 +1,24 @@
+"""Programs of this tree, run as users run them: in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def run(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command that must succeed, with one thread for each process."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def run_python(*words: str | Path, cwd: Path | None = None) -> str:
+    """What Python prints with these arguments, with status 0."""
+    return run(sys.executable, *words, cwd=cwd).stdout
