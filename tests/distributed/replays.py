@@ -11,6 +11,7 @@ import torch
 
 from megatron01.optim import LRSchedule
 from megatron01.optim.base import FlatOptimizer
+from tests.distributed.harness import run_ranks
 from tests.reference.exchange import Arrays, LevelMean, bf16, mean_in_bf16, mean_of
 
 SHAPES = ((7, 13), (31,), (1,), (65, 3), (200,))
@@ -146,16 +147,51 @@ def average_of(case: Case, n: int) -> Callable[[Arrays], np.ndarray]:
     return mean_of if case.dtype == torch.float32 else mean_in_bf16
 
 
-def expect(case: Case, n: int, build_reference: Callable[[int, Arrays], Any]) -> Expected:
-    """Replay a case in float64, with the first seed for which no bit depends on a rounding error.
+class Replays:
+    """Cases of optimizers, with the float64 reference's run of each, which is computed once for a number of replicas.
 
-    After a bit decided by rounding, fp32 and float64 would diverge although both are right.
+    Args:
+        build_reference: makes the reference of a case for a number of replicas.
     """
-    for seed in range(60):
-        expected = Expected(seed, build_reference(n, case.initial_weights()))
-        if _follow(case, n, expected):
-            return expected
-    raise AssertionError("every seed has a bit that hangs on a rounding error")
+
+    def __init__(self, cases: dict[str, Case], build_reference: Callable[[Case, int], Any]) -> None:
+        self.cases = cases
+        self._build_reference = build_reference
+        self._expected: dict[tuple[str, int], Expected] = {}
+
+    def expected(self, name: str, n: int) -> Expected:
+        """The reference's run, with the first seed for which no bit depends on a rounding error.
+
+        After a bit decided by rounding, fp32 and float64 would diverge although both are right.
+        """
+        if (name, n) not in self._expected:
+            case = self.cases[name]
+            runs = (Expected(seed, self._build_reference(case, n)) for seed in range(60))
+            found = next((expected for expected in runs if _follow(case, n, expected)), None)
+            assert found is not None, "every seed has a bit that hangs on a rounding error"
+            self._expected[name, n] = found
+        return self._expected[name, n]
+
+    def run(self, n: int, **options: Any) -> dict[str, list[Trace]]:
+        """What n replicas do, by case."""
+        cases = {name: (case, self.expected(name, n).seed) for name, case in self.cases.items()}
+        of_ranks = run_ranks(replay_cases, n, cases, options)
+        return {name: [of_rank[name] for of_rank in of_ranks] for name in cases}
+
+    def compare(self, name: str, traces: list[Trace]) -> Any:
+        """Assert that every replica matches the reference and x is bit-identical on all; returns the reference."""
+        case, expected = self.cases[name], self.expected(name, len(traces))
+        last = len(expected.masters) - 1
+        for rank, trace in enumerate(traces):
+            assert trace.kinds == expected.reference.kinds
+            assert trace.fingerprints == traces[0].fingerprints, "the common state differs between replicas"
+            masters = zip([last] if case.delayed else range(last + 1), trace.masters, strict=True)
+            for step, values in masters:
+                _assert_close(values, expected.masters[step], f"x after step {step}")
+            for step, values in enumerate(trace.weights):
+                wanted = expected.weights[step][rank]
+                _assert_close(values, wanted, f"weights after step {step}", exact=case.dtype == torch.float32)
+        return expected.reference
 
 
 def _follow(case: Case, n: int, expected: Expected) -> bool:
@@ -168,20 +204,6 @@ def _follow(case: Case, n: int, expected: Expected) -> bool:
         expected.masters.append([x.copy() for x in reference.x])
         expected.weights.append([seen(i) for i in range(n)])
     return True
-
-
-def assert_same(case: Case, expected: Expected, traces: list[Trace]) -> None:
-    """Every replica matches the reference, and x is bit-identical on all of them."""
-    last = len(expected.masters) - 1
-    for rank, trace in enumerate(traces):
-        assert trace.kinds == expected.reference.kinds
-        assert trace.fingerprints == traces[0].fingerprints, "the common state differs between replicas"
-        masters = zip([last] if case.delayed else range(last + 1), trace.masters, strict=True)
-        for step, values in masters:
-            _assert_close(values, expected.masters[step], f"x after step {step}")
-        for step, values in enumerate(trace.weights):
-            wanted = expected.weights[step][rank]
-            _assert_close(values, wanted, f"weights after step {step}", exact=case.dtype == torch.float32)
 
 
 def _assert_close(got: Arrays, wanted: Arrays, where: str, *, exact: bool = True) -> None:

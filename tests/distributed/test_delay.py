@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from typing import Any
 
@@ -14,16 +13,12 @@ from megatron01.optim import LossScaler, LRSchedule, OneBitAdam, TrainingDiverge
 from tests.distributed.harness import run_ranks
 from tests.distributed.replays import (
     Case,
-    Expected,
+    Replays,
     arrays,
-    assert_same,
-    expect,
     given_gradients,
     gradients,
-    replay_cases,
     set_gradients,
 )
-from tests.reference.exchange import Arrays
 from tests.reference.zero_one_adam import Reference, Settings
 from tests.tiers import slow_after
 
@@ -41,36 +36,28 @@ CASES = {
 }
 
 
-@functools.cache
-def expected_of(name: str, n: int) -> Expected:
-    case = CASES[name]
-
-    def build(n: int, initial: Arrays) -> Reference:
-        settings = Settings(
-            lr=case.schedule.lr,
-            peak_lr=case.schedule.peak_lr,
-            warmup=case.schedule.warmup_steps,
-            total_steps=case.schedule.total_steps or 0,
-            weight_decay=case.weight_decay,
-            lr_scale=case.lr_scale,
-            kappa=case.options["variance_kappa"],
-            block_size=case.options.get("block_size", 64),
-            compress=case.options.get("compressor") != "none",
-            max_norm=case.options.get("max_grad_norm"),
-        )
-        return Reference(n, initial, settings)
-
-    return expect(case, n, build)
+def reference_of(case: Case, n: int) -> Reference:
+    settings = Settings(
+        lr=case.schedule.lr,
+        peak_lr=case.schedule.peak_lr,
+        warmup=case.schedule.warmup_steps,
+        total_steps=case.schedule.total_steps or 0,
+        weight_decay=case.weight_decay,
+        lr_scale=case.lr_scale,
+        kappa=case.options["variance_kappa"],
+        block_size=case.options.get("block_size", 64),
+        compress=case.options.get("compressor") != "none",
+        max_norm=case.options.get("max_grad_norm"),
+    )
+    return Reference(n, case.initial_weights(), settings)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_gradients_are_taken_before_the_result_is_there_and_all_else_is_the_same(replicas: int) -> None:
-    expected = {name: expected_of(name, replicas) for name in CASES}
-    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
-    traces = run_ranks(replay_cases, replicas, cases, {})
-    for name, case in CASES.items():
-        assert replicas == 1 or "one_bit" in expected[name].reference.kinds
-        assert_same(case, expected[name], [trace[name] for trace in traces])
+    replays = Replays(CASES, reference_of)
+    for name, traces in replays.run(replicas).items():
+        reference = replays.compare(name, traces)
+        assert replicas == 1 or "one_bit" in reference.kinds
 
 
 def settled(rank: int, size: int) -> dict[str, Any]:

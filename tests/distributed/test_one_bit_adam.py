@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import pytest
 import torch
 
 from megatron01.optim import LRSchedule, OneBitAdam
-from tests.distributed.harness import run_ranks
-from tests.distributed.replays import Case, Expected, assert_same, average_of, expect, given_gradients, replay_cases
-from tests.reference.exchange import Arrays
+from tests.distributed.replays import Case, Replays, Trace, average_of, given_gradients
 from tests.reference.one_bit_adam import OneBitAdamReference, Settings
 from tests.tiers import slow_after
 
@@ -45,58 +40,47 @@ CASES = {
 }
 
 
-@functools.cache
-def expected_of(name: str, n: int) -> Expected:
-    case = CASES[name]
+def reference_of(case: Case, n: int) -> OneBitAdamReference:
     options = case.options
+    betas = options.get("betas", (0.9, 0.999))
+    settings = Settings(
+        lr=case.schedule.lr,
+        warmup=case.schedule.warmup_steps,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=options.get("eps", 1e-8),
+        weight_decay=case.weight_decay,
+        lr_scale=case.lr_scale,
+        freeze_step=options.get("freeze_step"),
+        freeze_ratio=options.get("freeze_ratio", 0.96),
+        bias_correction=options.get("variance_bias_correction", True),
+        momentum_correction=options.get("momentum_bias_correction", True),
+        block_size=options.get("block_size", 64),
+        compress=options.get("compressor") != "none",
+        step_bound=options.get("step_bound", 3.0),
+        max_norm=options.get("max_grad_norm"),
+        clip_by=options.get("clip_by", "mean"),
+        average=average_of(case, n),
+    )
+    return OneBitAdamReference(n, case.initial_weights(), settings)
 
-    def build(n: int, initial: Arrays) -> OneBitAdamReference:
-        betas = options.get("betas", (0.9, 0.999))
-        settings = Settings(
-            lr=case.schedule.lr,
-            warmup=case.schedule.warmup_steps,
-            beta1=betas[0],
-            beta2=betas[1],
-            eps=options.get("eps", 1e-8),
-            weight_decay=case.weight_decay,
-            lr_scale=case.lr_scale,
-            freeze_step=options.get("freeze_step"),
-            freeze_ratio=options.get("freeze_ratio", 0.96),
-            bias_correction=options.get("variance_bias_correction", True),
-            momentum_correction=options.get("momentum_bias_correction", True),
-            block_size=options.get("block_size", 64),
-            compress=options.get("compressor") != "none",
-            step_bound=options.get("step_bound", 3.0),
-            max_norm=options.get("max_grad_norm"),
-            clip_by=options.get("clip_by", "mean"),
-            average=average_of(case, n),
-        )
-        return OneBitAdamReference(n, initial, settings)
 
-    return expect(case, n, build)
+REPLAYS = Replays(CASES, reference_of)
 
 
 @pytest.fixture(scope="module", params=slow_after(1, [2, 1, 4]))
-def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Any]]]:
-    """The reference and each replica's trace, by case, for a number of replicas."""
-    expected = {name: expected_of(name, request.param) for name in CASES}
-    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
-    return expected, run_ranks(replay_cases, request.param, cases, {})
+def replayed(request: pytest.FixtureRequest) -> dict[str, list[Trace]]:
+    return REPLAYS.run(request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_trajectory_as_the_float64_reference(replayed: Any, name: str) -> None:
-    expected, traces = replayed[0][name], [trace[name] for trace in replayed[1]]
-    assert {"full", "one_bit"} == set(expected.reference.kinds)
-    assert_same(CASES[name], expected, traces)
-    assert {trace.frozen_since for trace in traces} == {expected.reference.frozen_since}
+def test_same_trajectory_as_the_float64_reference(replayed: dict[str, list[Trace]], name: str) -> None:
+    reference = REPLAYS.compare(name, replayed[name])
+    assert {"full", "one_bit"} == set(reference.kinds)
+    assert {trace.frozen_since for trace in replayed[name]} == {reference.frozen_since}
 
 
 @pytest.mark.slow
 def test_the_specification_follows_the_reference_too() -> None:
-    expected = {name: expected_of(name, 2) for name in CASES}
-    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
-    traces = run_ranks(replay_cases, 2, cases, {"backend": "reference"})
-    for name, case in CASES.items():
-        assert_same(case, expected[name], [trace[name] for trace in traces])
-        assert {trace[name].frozen_since for trace in traces} == {expected[name].reference.frozen_since}
+    for name, traces in REPLAYS.run(2, backend="reference").items():
+        assert {trace.frozen_since for trace in traces} == {REPLAYS.compare(name, traces).frozen_since}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -17,18 +16,14 @@ from megatron01.optim import LossScaler, LRSchedule, QuantizedAdam, ZeroOneAdam
 from tests.distributed.harness import run_ranks
 from tests.distributed.replays import (
     Case,
-    Expected,
-    assert_same,
+    Replays,
     average_of,
-    expect,
     given_gradients,
     gradients,
     initial_weights,
-    replay_cases,
 )
 from tests.distributed.topologies import Case as OnNodes
 from tests.distributed.topologies import over_gloo
-from tests.reference.exchange import Arrays
 from tests.reference.one_bit_adam import OneBitAdamReference, Settings
 from tests.residuals import add_errors
 from tests.tiers import slow_after
@@ -44,38 +39,30 @@ ADAM = {
 }
 
 
-@functools.cache
-def expected_of(name: str, n: int) -> Expected:
-    case = ADAM[name]
+def reference_of(case: Case, n: int) -> OneBitAdamReference:
     options = case.options
     with_wire = Case(**{**vars(case), "options": {"gradient_wire_dtype": "4bit", **options}})
-
-    def build(n: int, initial: Arrays) -> OneBitAdamReference:
-        betas = options.get("betas", (0.9, 0.999))
-        settings = Settings(
-            lr=case.schedule.lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=case.weight_decay,
-            lr_scale=case.lr_scale,
-            freeze_step=10**9,
-            block_size=64,
-            step_bound=None,
-            max_norm=options.get("max_grad_norm"),
-            average=average_of(with_wire, n),
-        )
-        return OneBitAdamReference(n, initial, settings)
-
-    return expect(case, n, build)
+    betas = options.get("betas", (0.9, 0.999))
+    settings = Settings(
+        lr=case.schedule.lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=case.weight_decay,
+        lr_scale=case.lr_scale,
+        freeze_step=10**9,
+        block_size=64,
+        step_bound=None,
+        max_norm=options.get("max_grad_norm"),
+        average=average_of(with_wire, n),
+    )
+    return OneBitAdamReference(n, case.initial_weights(), settings)
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_adam_with_quantized_gradients_follows_the_float64_reference(n: int) -> None:
-    expected = {name: expected_of(name, n) for name in ADAM}
-    cases = {name: (case, expected[name].seed) for name, case in ADAM.items()}
-    traces = run_ranks(replay_cases, n, cases, {})
-    for name, case in ADAM.items():
-        assert_same(case, expected[name], [trace[name] for trace in traces])
+    replays = Replays(ADAM, reference_of)
+    for name, traces in replays.run(n).items():
+        replays.compare(name, traces)
 
 
 def test_one_replica_is_adamw() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,18 +14,14 @@ from megatron01.optim import LRSchedule, ZeroOneAdam
 from tests.distributed.harness import run_ranks
 from tests.distributed.replays import (
     Case,
-    Expected,
+    Replays,
     Trace,
-    assert_same,
     average_of,
-    expect,
     fixed_gradients,
     given_gradients,
     gradients,
     initial_weights,
-    replay_cases,
 )
-from tests.reference.exchange import Arrays
 from tests.reference.zero_one_adam import Reference, Settings
 from tests.tiers import slow_after
 
@@ -113,70 +108,61 @@ INTERVALS: dict[str, Callable[[int], int] | None] = {
 }
 
 
-@functools.cache
-def expected_of(name: str, n: int) -> Expected:
-    case = CASES[name]
+def reference_of(case: Case, n: int) -> Reference:
     options, schedule = case.options, case.schedule
+    settings = Settings(
+        lr=schedule.lr,
+        peak_lr=schedule.peak_lr,
+        warmup=schedule.warmup_steps,
+        total_steps=schedule.total_steps or 0,
+        weight_decay=case.weight_decay,
+        lr_scale=case.lr_scale,
+        kappa=options.get("variance_kappa", 16),
+        freeze_step=options.get("variance_freeze_step"),
+        longest=options.get("max_sync_interval", 16),
+        shortest=1 if options.get("sync_policy") == "schedule" else 2,
+        eps=options.get("eps", 1e-8),
+        bias_correction=options.get("variance_bias_correction", True),
+        momentum_correction=options.get("momentum_bias_correction", True),
+        elapsed=options.get("variance_decay", "elapsed") == "elapsed",
+        block_size=options.get("block_size", 64),
+        compress=options.get("compressor", "one_bit") == "one_bit",
+        step_bound=options.get("step_bound", 1.0),
+        local_scale=options.get("local_scale", 0.5),
+        max_norm=options.get("max_grad_norm"),
+        clip_by=options.get("clip_by", "mean"),
+        average=average_of(case, n),
+        policy=INTERVALS[options.get("sync_policy", "schedule:2")],
+    )
+    return Reference(n, case.initial_weights(), settings)
 
-    def build(n: int, initial: Arrays) -> Reference:
-        settings = Settings(
-            lr=schedule.lr,
-            peak_lr=schedule.peak_lr,
-            warmup=schedule.warmup_steps,
-            total_steps=schedule.total_steps or 0,
-            weight_decay=case.weight_decay,
-            lr_scale=case.lr_scale,
-            kappa=options.get("variance_kappa", 16),
-            freeze_step=options.get("variance_freeze_step"),
-            longest=options.get("max_sync_interval", 16),
-            shortest=1 if options.get("sync_policy") == "schedule" else 2,
-            eps=options.get("eps", 1e-8),
-            bias_correction=options.get("variance_bias_correction", True),
-            momentum_correction=options.get("momentum_bias_correction", True),
-            elapsed=options.get("variance_decay", "elapsed") == "elapsed",
-            block_size=options.get("block_size", 64),
-            compress=options.get("compressor", "one_bit") == "one_bit",
-            step_bound=options.get("step_bound", 1.0),
-            local_scale=options.get("local_scale", 0.5),
-            max_norm=options.get("max_grad_norm"),
-            clip_by=options.get("clip_by", "mean"),
-            average=average_of(case, n),
-            policy=INTERVALS[options.get("sync_policy", "schedule:2")],
-        )
-        return Reference(n, initial, settings)
 
-    return expect(case, n, build)
+REPLAYS = Replays(CASES, reference_of)
 
 
 @pytest.fixture(scope="module", params=slow_after(1, [2, 1, 4]))
-def replayed(request: pytest.FixtureRequest) -> tuple[dict[str, Expected], list[dict[str, Trace]]]:
-    """The reference and each replica's trace, by case, for a number of replicas."""
-    expected = {name: expected_of(name, request.param) for name in CASES}
-    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
-    return expected, run_ranks(replay_cases, request.param, cases, {})
+def replayed(request: pytest.FixtureRequest) -> dict[str, list[Trace]]:
+    return REPLAYS.run(request.param)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_same_trajectory_as_the_float64_reference(replayed: Any, name: str) -> None:
-    assert_same(CASES[name], replayed[0][name], [trace[name] for trace in replayed[1]])
+def test_same_trajectory_as_the_float64_reference(replayed: dict[str, list[Trace]], name: str) -> None:
+    REPLAYS.compare(name, replayed[name])
 
 
 def test_the_bound_on_a_step_is_replayed() -> None:
-    assert expected_of("tight bound", 2).reference.bounded > 1000
-    assert expected_of("as published", 2).reference.bounded == 0
+    assert REPLAYS.expected("tight bound", 2).reference.bounded > 1000
+    assert REPLAYS.expected("as published", 2).reference.bounded == 0
 
 
 @pytest.mark.slow
 def test_the_specification_follows_the_reference_too() -> None:
-    expected = {name: expected_of(name, 2) for name in CASES}
-    cases = {name: (case, expected[name].seed) for name, case in CASES.items()}
-    traces = run_ranks(replay_cases, 2, cases, {"backend": "reference"})
-    for name, case in CASES.items():
-        assert_same(case, expected[name], [trace[name] for trace in traces])
+    for name, traces in REPLAYS.run(2, backend="reference").items():
+        REPLAYS.compare(name, traces)
 
 
 def test_every_kind_of_step_and_interval_is_replayed() -> None:
-    reference = expected_of("cosine", 2).reference
+    reference = REPLAYS.expected("cosine", 2).reference
     assert {"full", "one_bit", "local"} == set(reference.kinds)
     seen = set()
     for step in range(reference.settings.total_steps):
