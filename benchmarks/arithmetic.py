@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from timing import Stopwatch, run_replicas, seconds_of, time_flat_optimizer
+from replica_pool import run_replicas
+from timing import Stopwatch, seconds_of, time_flat_optimizer
 from torch import nn
 from workload import KINDS, Workload
 

@@ -16,8 +16,9 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from step import busy_cores, machine
-from timing import run_replicas, seconds_of
+from replica_pool import run_replicas
+from reporting import busy_cores, machine
+from timing import seconds_of
 from workload import BATCH, Workload, sum_of_losses
 
 from megatron01.checkpoint.manifest import CheckpointMetadata

@@ -15,7 +15,7 @@ from typing import Any
 
 import codec_rates
 import synchronization
-from step import busy_cores, machine, table
+from reporting import busy_cores, machine, markdown
 
 SECTIONS = ("codec", "exchange")
 NAMES = {
@@ -79,7 +79,7 @@ def codec_table(result: dict[str, Any]) -> str:
     return (
         f"## Codec: {result['elements'] / 1e6:.0f} M elements, blocks of {result['block_size']}, "
         f"{result['replicas']} replicas, medians\n\n"
-        + table(["quantizer, phase", "threads", "GB/s of fp32", "copy, GB/s", "rate / copy", "best / best"], rows)
+        + markdown(["quantizer, phase", "threads", "GB/s of fp32", "copy, GB/s", "rate / copy", "best / best"], rows)
     )
 
 
@@ -98,7 +98,7 @@ def exchange_table(result: dict[str, Any]) -> str:
     rows.insert(1, ["1-bit exchange and decoding its result", f"{1e3 * ours['seconds_decoded']:.1f}", *[""] * 4])
     text = (
         f"## Exchange: {result['elements'] / 1e6:.0f} M elements, {result['replicas']} replicas with one thread each, "
-        "gloo on loopback, medians\n\n" + table(["", "ms", "best, ms", "/ exchange", "best / best", "MB sent"], rows)
+        "gloo on loopback, medians\n\n" + markdown(["", "ms", "best, ms", "/ exchange", "best / best", "MB sent"], rows)
     )
     if "deepspeed_step" in result["rivals"]:
         packing = {name: entry.get("packing_seconds") for name, entry in result["rivals"].items()}

@@ -12,7 +12,6 @@ continues when it is started again. README.md says what is trained and how to re
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import datetime
 import json
 import math
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convergence_run import ROOT, SHAPES, Run, build_config, count_baselines, train, train_simulated
+from convergence_run import ROOT, SHAPES, Run, count_baselines, train, train_simulated
 from convergence_table import gaps, read_records
 from convergence_variants import Variant, variants
 from replica_pool import ReplicaPool
@@ -99,13 +98,6 @@ def append(path: Path, name: str, run: Run, result: dict[str, Any]) -> None:
     loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
     what = f"{run.task}  {name}  lr {run.learning_rate:.3g}  seed {run.seed}"
     print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)
-
-
-def without_defaults(run: Run) -> Run:
-    """The run without overrides that equal the recipe's values, so that equal runs have equal descriptions."""
-    recipe = build_config(dataclasses.replace(run, overrides={}), Path()).optimizer
-    overrides = {name: value for name, value in run.overrides.items() if getattr(recipe, name) != value}
-    return dataclasses.replace(run, overrides=overrides)
 
 
 def revision() -> str:

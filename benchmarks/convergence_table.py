@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from reporting import markdown
 from scipy import stats
 
 BASELINE = "adam"
@@ -63,10 +64,6 @@ class Result:
 
     def mean_loss(self, rate: float) -> float:
         return mean(self.losses[rate].values())
-
-    def best_losses(self) -> list[float]:
-        """The losses at the best learning rate, by seed."""
-        return [loss for _, loss in sorted(self.losses[self.best_rate].items())]
 
 
 def gaps(records: list[dict[str, Any]]) -> str:
@@ -134,27 +131,3 @@ def collect(records: list[dict[str, Any]]) -> list[Result]:
         result.losses[run["learning_rate"]][run["seed"]] = math.inf if loss is None else loss
         result.bits[run["learning_rate"]].append(record["bits_per_parameter"])
     return sorted(results.values(), key=lambda result: result.name != BASELINE)
-
-
-def sweep(results: list[Result]) -> str:
-    """Table of the learning-rate sweep: loss of each result at each rate, with the lowest seed."""
-    rates = sorted({rate for result in results for rate in result.losses})
-    first = min(seed for result in results for by_seed in result.losses.values() for seed in by_seed)
-    rows = [
-        [
-            result.name,
-            *(_loss(by_seed[first]) if first in (by_seed := result.losses.get(rate, {})) else "" for rate in rates),
-        ]
-        for result in results
-    ]
-    return markdown(["optimizer", *(f"{rate:.3g}" for rate in rates)], rows)
-
-
-def _loss(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "diverged"
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown table, first column left-aligned and all others right-aligned."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

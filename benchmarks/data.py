@@ -15,7 +15,7 @@ from typing import Any
 
 import data_preprocessing
 import data_samples
-from step import busy_cores, machine
+from reporting import busy_cores, machine
 
 SECTIONS = ("preprocessing", "indices", "samples")
 

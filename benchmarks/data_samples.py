@@ -6,7 +6,6 @@ The files hold random tokens: the cost of samples depends on lengths, not on wor
 from __future__ import annotations
 
 import gc
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from reporting import reset_peak, resident
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import (
@@ -144,14 +144,14 @@ def samples_table(rates: Sequence[SampleRate]) -> str:
 
 def _measure_index(name: str, build: Callable[[], Arrays]) -> IndexRate:
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before, start = _resident("VmRSS"), time.perf_counter()
+    reset_peak()
+    before, start = resident("VmRSS"), time.perf_counter()
     arrays = build()
     seconds = time.perf_counter() - start
     megabytes = sum(array.nbytes for array in arrays.values()) / 1e6
     order = arrays.get("shuffle", arrays.get("mapping", arrays.get("sample")))
     assert order is not None
-    return IndexRate(name, len(order), seconds, megabytes, _resident("VmHWM") - before)
+    return IndexRate(name, len(order), seconds, megabytes, (resident("VmHWM") - before) / 1e6)
 
 
 def _datasets(folder: Path) -> dict[str, SampleDataset]:
@@ -203,10 +203,3 @@ def _rate(batches: Any, seconds: float, clock: Callable[[], float]) -> float:
         if clock() - start > seconds:
             break
     return count / max(clock() - start, 1e-9)
-
-
-def _resident(field: str) -> float:
-    """MB of resident memory of this process: VmRSS is the present value, VmHWM the peak."""
-    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024 / 1e6

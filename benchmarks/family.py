@@ -6,8 +6,9 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+from replica_pool import run_replicas
 from synchronization import FP32Adam
-from timing import run_replicas, seconds_of
+from timing import seconds_of
 from workload import Workload
 
 from megatron01.config.registry import optimizers

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import re
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import run_replicas
+from replica_pool import run_replicas
+from reporting import reset_peak, resident
 from workload import Workload
 
 from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
@@ -31,10 +30,10 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     model = workload.build_model()
     gradients = sum(p.nbytes for p in model.parameters())
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = _resident("VmRSS") + gradients
+    reset_peak()
+    before = resident("VmRSS") + gradients
     optimizer = _take_steps(workload, model)
-    peak, after = _resident("VmHWM"), _resident("VmRSS")
+    peak, after = resident("VmHWM"), resident("VmRSS")
 
     buffers = {name: tensor.nbytes for name, tensor in _state(optimizer).items()}
     exchange, mean = optimizer._exchange, optimizer._gradients.of_all
@@ -72,10 +71,3 @@ def _take_steps(workload: Workload, model: torch.nn.Module) -> ZeroOneAdam:
 def _state(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:
     tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
     return {name: tensors[name] for name in STATE if name in tensors}
-
-
-def _resident(field: str) -> int:
-    """Bytes of resident memory of this process: VmRSS is the present value, VmHWM the peak."""
-    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return 1024 * int(match[1])

@@ -9,13 +9,13 @@ import argparse
 import dataclasses
 import gc
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import run_replicas
+from replica_pool import run_replicas
+from reporting import reset_peak, resident
 from workload import Workload, sum_of_losses
 
 from megatron01.config import PretrainConfig, Recomputation
@@ -82,10 +82,10 @@ def measured(case_values: dict[str, Any]) -> int:
         give_back_freed_blocks()
     _train(dataclasses.replace(case, layers=1, micro_batch_size=1, seq_length=16), small=True)  # libraries, kernels
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = _resident("VmRSS")
+    reset_peak()
+    before = resident("VmRSS")
     _train(case)
-    return _resident("VmHWM") - before
+    return resident("VmHWM") - before
 
 
 def _train(case: Case, *, small: bool = False) -> None:
@@ -126,12 +126,6 @@ def _batch(case: Case, vocab_size: int) -> tuple[Any, ...]:
             "is_random": torch.randint(2, shape[:1]),
         },
     )
-
-
-def _resident(field: str) -> int:
-    match = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return 1024 * int(match[1])
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import Stopwatch, run_replicas, time_flat_optimizer
+from replica_pool import run_replicas
+from timing import Stopwatch, time_flat_optimizer
 from torch import nn
 from workload import Workload, sum_of_losses
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 from convergence_run import ROOT, SHAPES, Run, build_config
-from convergence_table import markdown, read_records
+from convergence_table import read_records
+from reporting import markdown
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from scipy.optimize import least_squares
 from slow_network_hosts import bits_per_second

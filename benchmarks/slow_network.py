@@ -26,13 +26,13 @@ from convergence import revision
 from convergence_run import ROOT, SHAPES, small_vocabulary
 from convergence_table import read_records
 from replica_pool import ReplicaFailed
+from reporting import machine
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_hosts import bits_per_second
 from slow_network_lab import Lab, Records, find_profile
 from slow_network_run import NO_HOSTS, Race
 from slow_network_table import OURS, expected_seconds, report, same_links
 from slow_network_tuning import SEED, Tuning
-from step import machine
 from switched_hosts import why_not
 
 ANY_RATE = 2e-3

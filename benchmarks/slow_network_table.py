@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from convergence_table import markdown
+from reporting import markdown
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_hosts import CONGESTION_CONTROL, bits_per_second
 from slow_network_lab import TOLERANCE

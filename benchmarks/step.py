@@ -9,10 +9,7 @@ Linux only, as it reads /proc. README.md explains the columns.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ import arithmetic
 import family
 import memory
 import phases
-import torch
+from reporting import busy_cores, machine, markdown
 from workload import RECIPES, Workload
 
 SECTIONS = ("phases", "arithmetic", "family", "memory")
@@ -72,33 +69,6 @@ def sizes_of(model: str) -> str:
     return f"{model} {', '.join(RECIPES[model])}"
 
 
-def machine() -> str:
-    """Processor, torch version and date as text."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = models[0].partition(":")[2].strip() if models else os.uname().machine
-    return f"{os.cpu_count()}-core {processor}, torch {torch.__version__}, {datetime.date.today()}"
-
-
-def busy_cores(seconds: float = 1.0) -> float:
-    """Cores that other programs keep busy while this one sleeps."""
-
-    def used() -> float:
-        user, nice, system, _, _, interrupt, soft_interrupt = map(
-            int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
-        )
-        return (user + nice + system + interrupt + soft_interrupt) / os.sysconf("SC_CLK_TCK")
-
-    before = used()
-    time.sleep(seconds)
-    return (used() - before) / seconds
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown table, first column left-aligned and all others right-aligned."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
-
-
 def phases_table(workload: Workload, result: dict[str, Any]) -> str:
     """Milliseconds of each phase and its share of the step."""
     sequences, length = workload.shape
@@ -121,7 +91,7 @@ def phases_table(workload: Workload, result: dict[str, Any]) -> str:
     return (
         f"## Phases of a step: {result['parameters'] / 1e6:.1f} M parameters, {workload.precision}, "
         f"{sequences} x {length} tokens per replica, ms (share), median over steps and replicas\n\n"
-        + table(header, rows)
+        + markdown(header, rows)
     )
 
 
@@ -143,7 +113,7 @@ def arithmetic_table(workload: Workload, results: list[dict[str, Any]]) -> str:
             for kind, entry in result["kinds"].items()
         ]
         header = ["step", "ms", "/ AdamW alone", "with clipping, ms", "norm", "update"]
-        text += table(header + [f"/ AdamW {baseline}" for baseline in baselines], rows)
+        text += markdown(header + [f"/ AdamW {baseline}" for baseline in baselines], rows)
     return text
 
 
@@ -162,7 +132,7 @@ def family_table(result: dict[str, dict[str, dict[str, float]]]) -> str:
         for kind, entry in kinds.items()
     ]
     header = ["optimizer", "step", "ms", "/ (fp32 all-reduce + AdamW)", "/ AdamW alone", "MB sent"]
-    return "## Steps of every optimizer on 2 replicas, without clipping\n\n" + table(header, rows)
+    return "## Steps of every optimizer on 2 replicas, without clipping\n\n" + markdown(header, rows)
 
 
 def memory_table(workload: Workload, result: dict[str, Any]) -> str:
@@ -188,7 +158,7 @@ def memory_table(workload: Workload, result: dict[str, Any]) -> str:
     padding = result["padded_parameters"] / parameters - 1
     return (
         f"## Memory: {parameters / 1e6:.1f} M parameters, {workload.precision}, padding to blocks {padding:.3%}\n\n"
-        + table(["buffer", "bytes per parameter", "MB"], rows)
+        + markdown(["buffer", "bytes per parameter", "MB"], rows)
     )
 
 

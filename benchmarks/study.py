@@ -22,8 +22,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 import yaml
 from convergence_run import ROOT
-from convergence_table import markdown
 from evidence import KINDS, Evidence, Record
+from reporting import markdown
 from scipy import stats
 
 from megatron01.compare import charts

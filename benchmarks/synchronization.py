@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from timing import run_replicas
+from replica_pool import run_replicas
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, Status, TorchTransport
 

@@ -1,23 +1,15 @@
-"""Timers that wrap the parts of an optimizer from outside, and processes to run them in."""
+"""Timers that wrap the parts of an optimizer from outside."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
-import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-
-TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Stopwatch:
@@ -151,21 +143,3 @@ def seconds_of(function: Callable[[], Any]) -> float:
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
-
-
-def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:
-    """Results (JSON values) of ``worker(*args)`` in each of ``replicas`` single-threaded processes over gloo."""
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        torch.multiprocessing.spawn(_run_replica, (replicas, folder, worker, args), nprocs=replicas)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(replicas)]
-
-
-def _run_replica(rank: int, replicas: int, folder: str, worker: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)
-    store = dist.FileStore(str(Path(folder, "store")), replicas)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=replicas, timeout=TIMEOUT)
-    Path(folder, f"{rank}.json").write_text(json.dumps(worker(*args)))
-    dist.barrier()  # no replica closes its connections while another still uses them
-    # exit at once: interpreter shutdown with a live DistributedDataParallel sometimes aborts
-    os._exit(0)

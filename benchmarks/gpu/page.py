@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu.parts import MODELS
+from benchmarks.reporting import markdown
 
 Findings = dict[str, Any]
 
@@ -188,10 +189,7 @@ def _failures(findings: Findings) -> str:
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown table, first column left-aligned and all others right-aligned."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return markdown(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
 def _ms(seconds: float | None) -> str:

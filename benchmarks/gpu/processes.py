@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import device_seconds, run_replicas
+from replica_pool import run_replicas
+from timing import device_seconds
 from workload import Workload, sum_of_losses
 
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
