@@ -78,12 +78,13 @@ _ADAM = 28.0
 _CLIPPED_ADAM = 40.0
 _LOCAL = 36.0
 _ONE_BIT = 40.0
-_FULL = 44.0
-_MOMENTUM = 24.0  # without a second moment
+_FULL = 28.0  # reads m, v, x; writes m, v, x and weights; u is 0; without the mean gradient
+_SECOND_MOMENT = 8.0  # of these
+_MOMENTUM = 24.0  # a 1-bit step without a second moment
+_OWN_NORM = 4.0  # of a replica's gradient, which is sent with it
 _COMPRESS = 12.0
 _REDUCE = 8.0  # per element of the chunk that a process owns as server
-_DENSE_READ = 6.0
-_DENSE_WRITE = 6.0
+_TO_16_BIT = 6.0  # fp32 values read and written as rows of 16 bits, or back
 
 _MOST_BUCKETS = 48
 """Most buckets that are simulated; with more, buckets are merged, which changes little and keeps planning fast."""
@@ -162,7 +163,7 @@ class StepModel:
         return self._breakdown(timeline, update)
 
     def full(self) -> StepTime:
-        """Full step: the mean gradient, in the dtype on the wire, by all-to-all, sum, all-gather."""
+        """Full step: the mean gradient, in 16 bits or quantized, by all-to-all, sum, all-gather."""
         work = self.work
         if self.cluster.processes == 1:
             return self.local()
@@ -171,17 +172,25 @@ class StepModel:
         if not self.config.overlap_exchange:
             passes = [passes[-1]] * num_buckets
         size = work.parameters * work.gradient_bytes / num_buckets
+        bits = volume.gradient_code_bits(self.config)
         # with ZeRO, the last collective carries new weights in place of mean gradients
-        quantized = volume.gradient_code_bits(self.config) is not None
-        inner = volume.INSIDE_BYTES * work.parameters / num_buckets if quantized else size
+        inner = size if bits is None else volume.INSIDE_BYTES * work.parameters / num_buckets
         stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
-        read_bytes = _DENSE_READ + (_COMPRESS if quantized else 0.0)
+        processing = work.exchange_seconds + 2 * size * work.sending
+        if bits is None:
+            before, after_it, mean_bytes = _OWN_NORM + _TO_16_BIT, _TO_16_BIT, 4.0
+        else:  # the mean stays packed: its norm and the update decode it
+            before, after_it, mean_bytes = _OWN_NORM + _COMPRESS * self._share_sent, 0.0, bits / 8
+            before += _TO_16_BIT if self.cluster.is_hierarchical else 0.0
+            processing += self._memory(_REDUCE) / self.cluster.processes / num_buckets
         ends = []
         for after in passes:
-            read = timeline.add("processor", self._memory(read_bytes) / num_buckets, after, priority=True)
-            sent = self._send(timeline, stages, work.exchange_seconds + 2 * size * work.sending, read)
-            ends.append(timeline.add("processor", self._memory(_DENSE_WRITE) / num_buckets, sent, priority=True))
-        update_bytes = _FULL if find_optimizer(self.config.optimizer).second_moment else _MOMENTUM
+            read = timeline.add("processor", self._memory(before) / num_buckets, after, priority=True)
+            sent = self._send(timeline, stages, processing, read)
+            ends.append(timeline.add("processor", self._memory(after_it) / num_buckets, sent, priority=True))
+        update_bytes = _FULL + 2 * mean_bytes
+        if not find_optimizer(self.config.optimizer).second_moment:
+            update_bytes -= _SECOND_MOMENT
         return self._breakdown(timeline, timeline.add("processor", self._update(update_bytes), *ends))
 
     def one_bit(self, *, every_step: bool) -> StepTime:
@@ -208,8 +217,7 @@ class StepModel:
             outer=0.0 if self.sharded else packed,
             reduces=not self.replica_is_node,
         )
-        share_sent = 1 / cluster.processes_per_node if cluster.is_hierarchical else 1.0
-        compression = self._memory(_COMPRESS) * share_sent / num_buckets
+        compression = self._memory(_COMPRESS) * self._share_sent / num_buckets
         reduction = self._memory(_REDUCE) / cluster.processes / num_buckets
         processing = reduction + work.exchange_seconds + 2 * packed * work.sending
         ends = []
@@ -220,6 +228,11 @@ class StepModel:
         if config.delay_synchronization:
             time = replace(time, exposed=max(0.0, time.exposed - work.compute_seconds))
         return time
+
+    @property
+    def _share_sent(self) -> float:
+        """Share of the elements that a process compresses and sends between nodes."""
+        return 1 / self.cluster.processes_per_node if self.cluster.is_hierarchical else 1.0
 
     def _passes(self, num_buckets: int) -> tuple[Timeline, list[int]]:
         """A timeline with the passes of all micro-batches, and the tasks that complete each bucket's gradients."""

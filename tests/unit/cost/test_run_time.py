@@ -72,6 +72,14 @@ def test_arithmetic_is_counted_in_bytes() -> None:
     assert model.local().arithmetic == pytest.approx(1.25 * 36 * 1e8 / 1e12)
     assert model.adam().arithmetic == pytest.approx(1.25 * 40 * 1e8 / 1e12)
     assert model.one_bit(every_step=False).arithmetic == pytest.approx(1.25 * (40 + 12 + 8 / 4) * 1e8 / 1e12)
+    # own norm, to 16 bits and back; norm of the mean; reads mean, m, v, x, writes m, v, x, weights
+    assert model.full().arithmetic == pytest.approx(1.25 * (4 + 6 + 6 + 4 + 16 + 16) * 1e8 / 1e12)
+    # own norm, compression, server; the mean stays in 4 bits, which its norm and the update read
+    packed = replace(model, config=OptimizerConfig())
+    assert packed.full().arithmetic == pytest.approx(1.25 * (4 + 12 + 8 / 4 + 0.5 + 12.5 + 16) * 1e8 / 1e12)
+    # inside a node the gradient is reduced in 16 bits, and a process compresses an eighth of the mean
+    inside = replace(packed, cluster=CLUSTER)
+    assert inside.full().arithmetic == pytest.approx(1.25 * (4 + 6 + 12 / 8 + 8 / 32 + 0.5 + 12.5 + 16) * 1e8 / 1e12)
 
 
 def test_processes_that_divide_the_state_update_less_and_send_the_same() -> None:
@@ -79,7 +87,7 @@ def test_processes_that_divide_the_state_update_less_and_send_the_same() -> None
     divided = replace(model, sharded=True)
     saved = 7 / 8 * 1.25 * 1e8 / 1e12
     assert model.local().arithmetic - divided.local().arithmetic == pytest.approx(saved * 36)
-    assert model.full().arithmetic - divided.full().arithmetic == pytest.approx(saved * 44)
+    assert model.full().arithmetic - divided.full().arithmetic == pytest.approx(saved * 36)
     whole, part = model.one_bit(every_step=False), divided.one_bit(every_step=False)
     assert whole.arithmetic - part.arithmetic == pytest.approx(saved * 40)
     # gradients go to their owners and weights come back, which takes as long as the mean of all gradients in a node;
