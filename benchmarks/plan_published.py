@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from megatron01.config import BertPretrainConfig
+from megatron01.config.command_line import parse
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.memory import parameter_sizes
 from megatron01.cost.run_time import Choice, Work, run_time
-from megatron01.plan.schedule import published_config
 from megatron01.utils.formatting import columns
 
 
@@ -67,7 +68,7 @@ PROFILE = {
     for name, network in json.loads(Path(__file__).with_name("published_profile.json").read_text())["networks"].items()
 }
 
-BERT_LARGE = published_config("bert/large")
+BERT_LARGE = parse(BertPretrainConfig, ["--config", "bert/large"], prog="", description="")
 _GRADIENT_BYTES = 2
 _LATENCY = 30e-6
 _V100_MEMORY_RATE = 900e9

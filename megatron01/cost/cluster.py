@@ -121,10 +121,6 @@ class ClusterConfig(Bounded):
         if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
             known = [*GPUS, CPU]
             raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu, known)}")
-        require(
-            self.gpu.lower() != CPU or self.compute_seconds is not None,
-            "gpu is cpu, whose speed is not known; give --compute-seconds",
-        )
 
 
 Resource = Literal["processor", "inside", "link"]

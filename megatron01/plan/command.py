@@ -16,7 +16,6 @@ from megatron01.config.yaml_files import find_config, flat_settings, load_plain_
 from megatron01.contrib.deepspeed import DeepSpeedSource
 from megatron01.cost.cluster import ClusterConfig
 from megatron01.errors import UserError
-from megatron01.utils.plotting import require_matplotlib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +28,6 @@ class PlanConfig(Bounded):
     """Print JSON in place of text."""
     csv: Path | None = None
     """Write every step to this file."""
-    plot: Path | None = None
-    """Draw the plan into this .png or .svg file."""
-    published: bool = False
-    """Show the published experiments beside the published figures; other settings than --replicas do not apply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,40 +76,19 @@ def schedule(argv: Sequence[str], prog: str) -> None:
     description = "Show when a run synchronizes and what each step sends, without training."
     deepspeed = DeepSpeedSource(replicas=lambda flags: max(1, flags.get("plan.replicas", PlanConfig.replicas)))
     config = parse(config_class, argv, prog=prog, description=description, other_files=deepspeed)
-    if config.plan.published:
-        flags = {argument.split("=")[0] for argument in argv if argument.startswith("--")}
-        extra = sorted(flags - {"--published", "--replicas", "--json"})
-        if extra:
-            raise UserError(f"--published shows its own recipes; leave out {extra[0]}")
-    elif config.plan.plot is not None:
-        _check_plot(config.plan.plot)
-    from megatron01.plan.schedule import show, show_published
+    from megatron01.plan.schedule import show
 
-    if config.plan.published:
-        show_published(config.plan)
-    else:
-        show(config)
+    show(config)
 
 
 def plan(argv: Sequence[str], prog: str) -> None:
     """``megatron01 plan``. Raises UserError for a mistake in the settings."""
-    if "--published" in argv:
-        raise UserError("plan has no --published; in a clone, python benchmarks/plan_published.py shows the same")
     config_class: Any = BertForecastConfig if describes_bert(argv) else GPTForecastConfig
     description = "How long a run takes on a cluster, with each optimizer; figures are those of a model, not measured."
     config = parse(config_class, argv, prog=prog, description=description)
     from megatron01.plan.forecast import show
 
     show(config)
-
-
-def _check_plot(path: Path) -> None:
-    """Raises UserError if the plot cannot be drawn into this file."""
-    if path.suffix.lower() not in (".png", ".svg"):
-        raise UserError(f"--plot is {str(path)!r}; expected a file that ends in .png or .svg")
-    if not path.parent.is_dir():
-        raise UserError(f"--plot is {str(path)!r}, but the folder {path.parent} does not exist")
-    require_matplotlib("--plot")
 
 
 def describes_bert(argv: Sequence[str]) -> bool:

@@ -67,9 +67,11 @@ def _show_times(config: ForecastSettings) -> None:
     lines += ["where the time of a step goes, ms", *columns(_kind_rows(best), left=2)]
     if len(found) > 1:
         lines += ["", *columns(_scaling_rows(found))]
-    if note is not None:
-        lines.append(f"note: {note}")
-    lines.append("note: estimates of a model in which links are idle and equally fast; measure before you buy")
+    notes = [
+        *_notes(config, note),
+        "estimates of a model in which links are idle and equally fast; measure before you buy",
+    ]
+    lines += [f"note: {text}" for text in notes]
     print("\n".join(lines))
 
 
@@ -113,6 +115,7 @@ def _compute_seconds(config: ForecastSettings) -> float:
     cluster, training, data = config.cluster, config.training, config.data
     if cluster.compute_seconds is not None:
         return cluster.compute_seconds
+    require(cluster.gpu.lower() in GPUS, "gpu is cpu, whose speed is not known; give --compute-seconds")
     model, _ = model_without_memory(config)
     operations = model.flops_per_token(data.seq_length) * training.micro_batch_size * data.seq_length
     peak = GPUS[cluster.gpu.lower()].peak_flops(training.precision, tf32=training.tf32)
@@ -218,6 +221,14 @@ def _to_json(one: Forecast) -> dict[str, Any]:
     }
 
 
+def _notes(config: ForecastSettings, note: str | None) -> list[str]:
+    """``note``, if there is one, and a note if the GPU lacks the precision."""
+    gpu, notes = GPUS.get(config.cluster.gpu.lower()), [] if note is None else [note]
+    if gpu is not None and not gpu.is_ampere_or_later and config.training.precision == "bf16":
+        notes.append(f"a {gpu.name} does not compute in bf16; give --precision fp16, with the same figures")
+    return notes
+
+
 def _show_memory(config: ForecastSettings) -> None:
     """Print the memory of one process, on the first cluster of the settings.
 
@@ -234,10 +245,10 @@ def _show_memory(config: ForecastSettings) -> None:
     micro_batches = training.accumulation_steps(nodes * processes // tp_size)
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
     passes = PassBytes(*(size // tp_size for size in astuple(passes)))
+    notes = _notes(config, note)
     plain_torch = gpu is not None and not gpu.is_ampere_or_later
     if plain_torch:
-        torch_note = "the Triton kernels do not support this GPU; temporaries of updates in plain torch are in passes"
-        note = torch_note if note is None else f"{note}; {torch_note}"
+        notes.append("the Triton kernels do not support this GPU; temporaries of updates in plain torch are in passes")
     memories = {}
     for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
         distributed = config.distributed
@@ -276,6 +287,6 @@ def _show_memory(config: ForecastSettings) -> None:
         f"passes: gradients, and up to {passes.saved / 1e9:.2f} GB of activations that the forward pass saves for the"
         " backward pass; --recompute-activations selective or full and a smaller --micro-batch-size reduce them",
         "not included: CUDA (0.5 to 1 GB), NCCL (some 100 MB), and fragmentation of the allocator",
-        *([] if note is None else [f"note: {note}"]),
+        *(f"note: {text}" for text in notes),
     ]
     print("\n".join(lines))

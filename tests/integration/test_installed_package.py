@@ -137,7 +137,6 @@ def test_commands_without_a_clone(installed: Path, folder: Path) -> None:
     assert printed == (ROOT / "configs" / "gpt2" / "117m.yaml").read_text()
     for name in ("gpt2/117m", "gpt2/117m.yaml", "configs/gpt2/117m.yaml"):
         assert "num_layers: 12" in run(installed, f"pretrain gpt --config {name} --print-config", folder)
-    assert "fewer rounds than 1-bit Adam" in run(installed, "schedule --published", folder)
     assert "124M parameters" in run(installed, "schedule --config gpt2/117m", folder)
     assert "usual vocabulary" not in run(installed, "plan --config bert/base", folder)
     torchrun = run(installed, "launch torchrun --dry-run pretrain gpt --config gpt2/debug", folder)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published_volume import EXPERIMENTS, published_table, recompute
 from megatron01.plan.command import describes_bert
-from megatron01.plan.schedule import EXPERIMENTS, published_table, recompute
 
 ROOT = Path(__file__).parents[3]
 SMALL = ("--num-layers", "1", "--hidden-size", "64", "--num-attention-heads", "2", "--train-iters", "300")
@@ -66,28 +66,8 @@ def test_csv_has_every_step(run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "beginning"), [("plan.png", b"\x89PNG"), ("plan.svg", b"<?xml"), ("PLAN.SVG", b"<?xml")]
-)
-def test_plot(run: Any, tmp_path: Path, name: str, beginning: bytes) -> None:
-    run(*SMALL, *RATES, "--plot", str(tmp_path / name), "--freeze-step", "50")
-    assert (tmp_path / name).read_bytes().startswith(beginning)
-
-
-def test_a_missing_matplotlib_is_named_before_the_work(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = run("--plot", str(tmp_path / "plan.png"), status=2)
-    assert message == (
-        "error: --plot needs matplotlib, which is not installed; install it with: pip install 'megatron01[plot]'\n"
-    )
-
-
-@pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--plot", "plan.pdf"), "--plot is 'plan.pdf'; expected a file that ends in .png or .svg"),
-        (("--plot", "nowhere/plan.png"), "--plot is 'nowhere/plan.png', but the folder nowhere does not exist"),
         (("--replicas", "1"), "replicas is 1; expected 2 or more: one alone sends nothing"),
         (
             (*SMALL, "--csv", "nowhere/steps.csv"),
@@ -98,7 +78,6 @@ def test_a_missing_matplotlib_is_named_before_the_work(
             "one_bit_adam freezes the second moment once it is stable, which only training can tell; give --freeze",
         ),
         ((*SMALL, "--sync-policy", "constant:2"), "the synchronization policy takes local steps from step 0 on"),
-        (("--published", "--lr", "1"), "--published shows its own recipes; leave out --lr"),
         (
             ("--config", "configs/bert/bse.yaml"),
             "config file configs/bert/bse.yaml does not exist; did you mean 'bert/base'?",
@@ -159,18 +138,11 @@ def test_help_and_mistakes_do_not_wait_for_torch() -> None:
 
 
 def test_the_published_recipes_save_what_is_published_and_the_readme_shows_it() -> None:
-    results = [recompute(*experiment, 8) for experiment in EXPERIMENTS]
+    results = [recompute(*experiment) for experiment in EXPERIMENTS]
     saved = [round(result.one_bit_adam.volume_saved, 3) for result in results]
     assert saved == [0.787, 0.799, 0.838, 0.848, 0.863]
     rounds = [round(result.one_bit_adam.rounds_saved, 3) for result in results]
     assert rounds == [0.366, 0.402, 0.478, 0.511, 0.328]
     assert [result.freeze_step for result in results] == [16000, 16000, 23000, 23000, 80000]
     assert [result.total.steps for result in results] == [118000, 118000, 152000, 152000, 300000]
-    assert published_table(results, 8) in (ROOT / "docs/planning.md").read_text()
-
-
-def test_published_as_text_and_as_json(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron01.plan.schedule.EXPERIMENTS", EXPERIMENTS[:1])
-    (result,) = json.loads(run("--published", "--json", "--replicas", "16"))
-    assert round(result["one_bit_adam"]["volume_saved"], 3) == 0.787
-    assert run("--published").startswith("0/1 Adam with the published recipes, 8 replicas")
+    assert published_table(results) in (ROOT / "docs/planning.md").read_text()

@@ -29,6 +29,7 @@ def test_a_forecast(run: Any) -> None:
     assert printed.startswith(
         "336M parameters, 152,000 steps of 1,048,576 tokens; 16 x 8 v100 (40% of the peak), 4.1 Gbit/s"
     )
+    assert "note: a V100 does not compute in bf16; give --precision fp16" in printed
     assert "recommended: zero_one_adam" in printed and "--optimizer zero_one_adam --sync-policy schedule" in printed
     scaling = [line.split()[:2] for line in printed.splitlines() if line.split()[1:2] in (["16"], ["128"])]
     assert scaling == [["2", "16"], ["16", "128"]]  # sorted, although given as 16 2
@@ -58,6 +59,10 @@ def test_parts_of_a_model_share_the_link(run: Any) -> None:
     assert other["exposed"] + hidden / 2 == pytest.approx(one["exposed"] + hidden, rel=0.05)
 
 
+def test_the_memory_of_a_cpu_needs_no_speed(run: Any) -> None:
+    assert "zero_one_adam" in run("--config", "gpt2/debug", "--gpu", "cpu", "--memory", "--global-batch-size", "none")
+
+
 def test_mistakes_in_one_line(run: Any) -> None:
     assert run("--gpu", "a1000", status=2).endswith("did you mean 'a100'?\n")
     assert "give --compute-seconds" in run("--gpu", "cpu", status=2)
@@ -68,7 +73,6 @@ def test_mistakes_in_one_line(run: Any) -> None:
     for kind in ((), ("--memory",)):
         alone = ("--replica", "node", "--shard-optimizer", "--processes-per-node", "1")
         assert "so there is nothing to shard" in run(*kind, *alone, status=2)
-    assert "python benchmarks/plan_published.py" in run("--published", status=2)
 
 
 def test_the_published_profile() -> None:
