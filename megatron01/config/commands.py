@@ -55,16 +55,11 @@ class ConvertConfig(LoadConfig):
     """Convert a model between formats."""
 
     output: str = field(metadata={"aliases": ("save",)})
-    """Folder to write; it must not exist, or see overwrite."""
+    """Folder to write; it must not exist."""
     to: Literal["auto", "huggingface", "megatron01"] = "auto"
     """Format to write; auto: huggingface for a checkpoint of megatron01, megatron01 for anything else."""
     dtype: Precision = "fp32"
     """huggingface: type of the weights in the files."""
-    max_shard_gigabytes: Positive[float] = 2.0
-    """huggingface: larger models are spread over files of at most this size; so much memory is needed beside the
-    model."""
-    overwrite: bool = False
-    """Replace what an earlier conversion wrote to the same folder."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -85,25 +84,16 @@ def _read_model(load: str, tokenizer: TokenizerFiles | None) -> PortableModel:
     )
 
 
-_WRITTEN = re.compile(
-    r"(?:generation_|tokenizer_)?config\.json|model.*\.safetensors|model\.safetensors\.index\.json|tokenizer\.(?:json|model)"
-    r"|special_tokens_map\.json|vocab\.(?:txt|json)|merges\.txt|tokenizer|iter_0000000|latest_checkpointed_iteration\.txt"
-)
-
-
 @contextmanager
-def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_folder(final: Path) -> Iterator[Path]:
     """Atomic write of a folder: a temporary folder to fill, renamed to ``final`` at the end, removed after an error.
 
-    Raises UserError if ``final`` exists and may not be replaced, or cannot be written.
-
-    Args:
-        final: must not exist, but as an empty folder, or with ``overwrite``.
-        overwrite: replace a folder that holds only files that a conversion writes.
+    Raises UserError if ``final`` exists, but as an empty folder, or cannot be written.
     """
     final = Path(os.path.realpath(final))  # the target of a symbolic link
-    _check_free(final, overwrite=overwrite)
-    unfinished, replaced = (final.with_name(f"{final.name}.{os.getpid()}.{end}") for end in ("incomplete", "replaced"))
+    if final.exists() and not (final.is_dir() and not any(final.iterdir())):
+        raise UserError(f"{final} exists; give another --output, or remove it first")
+    unfinished = final.with_name(f"{final.name}.{os.getpid()}.incomplete")
     with writing(final):
         unfinished.mkdir(parents=True)
         try:
@@ -111,30 +101,10 @@ def new_folder(final: Path, *, overwrite: bool) -> Iterator[Path]:
             for path in files_below(unfinished):
                 with open(path, "rb") as file:
                     flush_to_disk(file)
-            if final.exists():
-                os.rename(final, replaced)
             os.rename(unfinished, final)
             sync_folder(final.parent)
-            shutil.rmtree(replaced, ignore_errors=True)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _check_free(final: Path, *, overwrite: bool) -> None:
-    if not final.exists():
-        return
-    if not final.is_dir():
-        raise UserError(f"{final} exists and is not a folder; give another --output")
-    entries = sorted(path.name for path in final.iterdir())
-    if not entries:
-        return
-    if not overwrite:
-        raise UserError(f"{final} exists; give another --output, or --overwrite to replace it")
-    for name in entries:
-        if not _WRITTEN.fullmatch(name):
-            raise UserError(
-                f"{final} holds {name}, which no conversion writes, so it is not replaced; give another --output"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,13 +163,13 @@ def convert(config: ConvertConfig) -> None:
     Raises UserError if it cannot be read or written.
     """
     final = Path(config.output)
-    with new_folder(final, overwrite=config.overwrite) as folder:
+    with new_folder(final) as folder:
         model = read_model(config.load, TokenizerFiles.given(config))
         notes = list(model.notes)
         is_own = _own_checkpoints(Path(config.load)) is not None
         to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)
         if to_hf:
-            notes += write_hf_folder(model, folder, dtype=config.dtype, max_shard_gigabytes=config.max_shard_gigabytes)
+            notes += write_hf_folder(model, folder, dtype=config.dtype)
         else:
             write_checkpoint(model, folder, final=final)
             damaged = non_finite(model.weights)

@@ -1,33 +1,24 @@
-"""Tokenizer files of Hugging Face folders: written for ``AutoTokenizer``, and read as tokenizers of this package.
-
-A SentencePiece model becomes a ``tokenizer.json`` of the tokenizers library that gives the same ids (Kudo and
-Richardson 2018; the format of ``.model`` files is that of sentencepiece's ``sentencepiece_model.proto``). It applies
-the steps of the sentencepiece library in the same order: normalization by the table in the model, spaces stripped and
-joined, a space put before the text, spaces replaced by U+2581, and then the whole text split into pieces.
-"""
+"""Tokenizer files of Hugging Face folders: written for ``AutoTokenizer``, and read as tokenizers of this package."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, processors
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from megatron01.convert.portable import TokenizerFiles
-from megatron01.data.tokenizers import END_OF_DOCUMENT, WORD_START, FastTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron01.data.tokenizers import END_OF_DOCUMENT, FastTokenizer, SentencePieceTokenizer, Tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.files import read_json_object, shipped
 
 CONFIG_FILE = "tokenizer_config.json"
 DEFINITION_FILE = "tokenizer.json"
 _COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
-_MADE_FROM = "made_from"  # in the configuration: the file in the folder that tokenizer.json was made from
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -36,10 +27,19 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
 
     ``max_length``: positions of the model. Returns a warning for the user, or None.
     """
-    if files.tokenizer_type == "SentencePieceTokenizer":
-        assert isinstance(tokenizer, SentencePieceTokenizer)
-        return _write_sentencepiece(tokenizer, folder, max_length=max_length)
     entries: dict[str, Any] = {"model_max_length": max_length}
+    if files.tokenizer_type == "SentencePieceTokenizer":  # which transformers 5 reads itself
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        (folder / _SENTENCEPIECE_FILES[0]).write_bytes(tokenizer.model)
+        special = {"unk": tokenizer.unknown, "bos": tokenizer.eod, "eos": tokenizer.eod}
+        if tokenizer.masking is not None:
+            special |= {part: getattr(tokenizer.masking, part) for part in ("cls", "sep", "mask", "pad")}
+        entries |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        entries |= {f"{name}_token": tokenizer.token(token) for name, token in special.items() if token is not None}
+        write_json(folder / CONFIG_FILE, entries)
+        if tokenizer.masking is None:
+            return None
+        return "AutoTokenizer adds no [CLS] and [SEP] to texts for a SentencePiece model: add them to what it returns"
     if files.tokenizer_type == "HuggingFaceTokenizer":
         definition = Path(tokenizer.name)
         shutil.copyfile(definition, folder / DEFINITION_FILE)
@@ -57,7 +57,7 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
         entries |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
     else:
         shutil.copyfile(shipped(files.vocab_file), folder / "vocab.txt")
-        (folder / DEFINITION_FILE).write_text(_with_bert_template(tokenizer.definition, tokenizer), encoding="utf-8")
+        (folder / DEFINITION_FILE).write_text(_with_bert_template(tokenizer), encoding="utf-8")
         entries |= {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": True, "strip_accents": None}
         entries |= {"do_lower_case": files.tokenizer_type == "BertWordPieceLowerCase"}
         entries |= {f"{part}_token": f"[{part.upper()}]" for part in ("cls", "sep", "mask", "pad", "unk")}
@@ -82,9 +82,7 @@ def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
             tokenizer_type="BertWordPieceLowerCase" if _lower_case(folder) else "BertWordPieceCase",
             vocab_file=str(folder / "vocab.txt"),
         )
-    original = _SENTENCEPIECE_FILES[0]
-    is_copy = original in names and _entries(folder / CONFIG_FILE).get(_MADE_FROM) == original
-    if DEFINITION_FILE in names and not is_copy:
+    if DEFINITION_FILE in names:
         return TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / DEFINITION_FILE))
     for name in _SENTENCEPIECE_FILES:
         if name in names:
@@ -113,35 +111,16 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
     return names
 
 
-def _write_sentencepiece(tokenizer: SentencePieceTokenizer, folder: Path, *, max_length: int) -> str | None:
-    """Write the ``.model`` file and, if the tokenizers library can express it, ``tokenizer.json``, else a warning."""
-    (folder / _SENTENCEPIECE_FILES[0]).write_bytes(tokenizer.model)
-    try:
-        definition = _definition_of(tokenizer.model)
-        _require_same_ids(definition, tokenizer)
-    except _NotExpressible as reason:
-        return (
-            f"AutoTokenizer cannot read this SentencePiece model, which {reason}; it is in the folder as"
-            f" {_SENTENCEPIECE_FILES[0]}, for the sentencepiece library"
-        )
-    special = {"unk_token": tokenizer.unknown}
-    if tokenizer.eod is not None:
-        special |= {"bos_token": tokenizer.eod, "eos_token": tokenizer.eod}
-    if tokenizer.masking is not None:
-        definition = _with_bert_template(definition, tokenizer)
-        special |= {f"{part}_token": getattr(tokenizer.masking, part) for part in ("cls", "sep", "mask", "pad")}
-    (folder / DEFINITION_FILE).write_text(definition, encoding="utf-8")
-    write_json(
-        folder / CONFIG_FILE,
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": max_length,
-            _MADE_FROM: _SENTENCEPIECE_FILES[0],
-        }
-        | {name: tokenizer.token(token) for name, token in special.items() if token is not None},
+def _with_bert_template(tokenizer: FastTokenizer) -> str:
+    """The definition of a BERT's tokenizer, with [CLS] before and [SEP] after each text."""
+    assert tokenizer.masking is not None
+    backend = Backend.from_str(tokenizer.definition)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0",
+        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", tokenizer.masking.cls), ("[SEP]", tokenizer.masking.sep)],
     )
-    return None
+    return str(backend.to_str())
 
 
 def _copy_companions(path: Path, folder: Path) -> None:
@@ -168,152 +147,3 @@ def _entries(path: Path) -> Mapping[str, Any]:
 def write_json(path: Path, entries: Mapping[str, Any]) -> None:
     """Write a JSON object, formatted as transformers does."""
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
-
-
-# A SentencePiece model as a tokenizer.json of the tokenizers library.
-
-_UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # SentencePiece.Type
-
-_ODD_TEXT = "  Some  text, 1234 \u00bd \ufb01ne; \u00c9tienne e\u0301t \u4f60\u597d \U0001f600\U0001f600 \u3000(end) "
-
-Value = int | bytes
-
-
-class _NotExpressible(Exception):
-    """The tokenizers library cannot express the model; the message says why."""
-
-
-@dataclass(frozen=True)
-class _Piece:
-    text: str
-    score: float
-    kind: int
-
-
-def _definition_of(model: bytes) -> str:
-    """The ``tokenizer.json`` of a ``.model`` file that the sentencepiece library has read.
-
-    Raises _NotExpressible if the tokenizers library cannot express it.
-    """
-    fields = list(_fields(model))
-    pieces = [_piece(value) for number, value in fields if number == 1 and isinstance(value, bytes)]
-    trainer, normalizer = (_message(fields, number) for number in (2, 3))
-    if trainer.get(24, 0):
-        raise _NotExpressible("marks words by a space behind them")
-    if any(piece.kind == _UNUSED for piece in pieces):
-        raise _NotExpressible("has pieces that are not to be used")
-    backend = Backend(_model(trainer, pieces))
-    _set_rules(backend, normalizer)
-    for piece in pieces:
-        if piece.kind in (_CONTROL, _USER_DEFINED):
-            backend.add_tokens([AddedToken(piece.text, normalized=False, special=piece.kind == _CONTROL)])
-    definition: str = backend.to_str()
-    return definition
-
-
-def _require_same_ids(definition: str, tokenizer: SentencePieceTokenizer) -> None:
-    """Check on texts made of all pieces that the definition gives the same ids as the tokenizer.
-
-    Raises _NotExpressible if it does not.
-    """
-    ids = [token for token in range(tokenizer.vocab_size) if not tokenizer.is_control(token)]
-    texts = [_ODD_TEXT, *(tokenizer.decode(ids[start : start + 16]) for start in range(0, len(ids), 16))]
-    encodings = Backend.from_str(definition).encode_batch(texts)
-    for text, expected, encoding in zip(texts, tokenizer.encode_batch(texts), encodings, strict=True):
-        if encoding.ids != expected:
-            raise _NotExpressible(f"splits texts as the tokenizers library cannot, {text[:40]!r} for instance")
-
-
-def _with_bert_template(definition: str, tokenizer: Tokenizer) -> str:
-    """The definition of a BERT's tokenizer, with [CLS] before and [SEP] after each text."""
-    assert tokenizer.masking is not None
-    cls, sep = (tokenizer.token(token) for token in (tokenizer.masking.cls, tokenizer.masking.sep))
-    backend = Backend.from_str(definition)
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{cls}:0 $A:0 {sep}:0",
-        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
-        special_tokens=[(cls, tokenizer.masking.cls), (sep, tokenizer.masking.sep)],
-    )
-    return str(backend.to_str())
-
-
-def _model(trainer: Mapping[int, Value], pieces: list[_Piece]) -> models.Model:
-    kind, byte_fallback = trainer.get(3, _UNIGRAM), bool(trainer.get(35, 0))
-    unknown = next(index for index, piece in enumerate(pieces) if piece.kind == _UNKNOWN)
-    if kind == _UNIGRAM:
-        return models.Unigram([(piece.text, piece.score) for piece in pieces], unknown, byte_fallback)
-    if kind == _BPE:
-        ids = {piece.text: index for index, piece in enumerate(pieces)}
-        unk_token = pieces[unknown].text
-        return models.BPE(ids, _merges(pieces), unk_token=unk_token, fuse_unk=True, byte_fallback=byte_fallback)
-    raise _NotExpressible("is of words or characters; only unigram and BPE models are known there")
-
-
-def _merges(pieces: list[_Piece]) -> list[tuple[str, str]]:
-    """Pairs of pieces that join to another piece, in sentencepiece's merge order: highest score of the result first."""
-    normal = {piece.text: piece.score for piece in pieces if piece.kind not in (_UNKNOWN, _CONTROL)}
-    found = []
-    for text, score in normal.items():
-        places = range(1, len(text))
-        found += [(-score, text[:at], text[at:]) for at in places if text[:at] in normal and text[at:] in normal]
-    return [(left, right) for _, left, right in sorted(found, key=lambda merge: merge[0])]
-
-
-def _set_rules(backend: Backend, normalizer: Mapping[int, Value]) -> None:
-    rules: list[normalizers.Normalizer] = []
-    table = normalizer.get(2, b"")
-    if table:
-        assert isinstance(table, bytes)
-        rules.append(normalizers.Precompiled(table))
-    if normalizer.get(4, 1):  # remove_extra_whitespaces
-        rules += [normalizers.Replace(Regex("^ +| +$"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
-    adds_space = bool(normalizer.get(3, 1))  # add_dummy_prefix
-    if adds_space:
-        rules.append(normalizers.Prepend(" "))
-    backend.normalizer = normalizers.Sequence([*rules, normalizers.Replace(" ", WORD_START)])
-    steps = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if adds_space:
-        steps.append(decoders.Strip(" ", 1, 0))
-    backend.decoder = decoders.Sequence(steps)
-
-
-def _message(fields: list[tuple[int, Value]], number: int) -> dict[int, Value]:
-    """The fields of the last nested message with this field number; of repeated fields the last one."""
-    found = [value for its_number, value in fields if its_number == number and isinstance(value, bytes)]
-    return dict(_fields(found[-1])) if found else {}
-
-
-def _piece(message: bytes) -> _Piece:
-    fields = dict(_fields(message))
-    text, score = fields.get(1, b""), fields.get(2, bytes(4))
-    assert isinstance(text, bytes) and isinstance(score, bytes)
-    return _Piece(text.decode("utf-8"), struct.unpack("<f", score)[0], int(fields.get(3, 1)))
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, Value]]:
-    """Numbers and values of a protocol buffer's fields: integers, or bytes for all other types."""
-    place = 0
-    while place < len(message):
-        tag, place = _varint(message, place)
-        wire = tag & 7
-        if wire == 0:
-            value, place = _varint(message, place)
-            yield tag >> 3, value
-            continue
-        if wire == 2:
-            size, place = _varint(message, place)
-        else:
-            size = {1: 8, 5: 4}[wire]
-        yield tag >> 3, message[place : place + size]
-        place += size
-
-
-def _varint(message: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[place]
-        value |= (byte & 127) << shift
-        place, shift = place + 1, shift + 7
-        if byte < 128:
-            return value, place

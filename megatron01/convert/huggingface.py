@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, Precision
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_json, write_tokenizer
-from megatron01.convert.portable import PortableModel, TokenizerFiles, refuse_non_finite, with_rows
+from megatron01.convert.portable import PortableModel, TokenizerFiles, non_finite, refuse_non_finite, with_rows
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
@@ -193,44 +193,17 @@ def to_hf_config(
     return names | sizes | others
 
 
-def _model_type_in(entries: Mapping[str, Any], source: str) -> str:
-    """``model_type``, a key of ``_ARCHITECTURES``; inferred from other entries in files of 2019, which have none.
-
-    Raises UserError if the type is not supported, or cannot be inferred.
-    """
-    kind = entries.get("model_type")
-    if isinstance(kind, str) and kind in _ARCHITECTURES:
-        return kind
-    if kind is not None:
-        raise UserError(
-            f"{source} is of model_type {kind!r}; expected gpt2, bert or megatron-bert, the architectures that"
-            " megatron01 has"
-        )
-    classes = entries.get("architectures")
-    if isinstance(classes, list) and classes and isinstance(classes[0], str):
-        name = classes[0]
-        for known, architecture in _ARCHITECTURES.items():
-            if name.startswith(architecture.name):
-                return known
-    elif {"n_layer", "n_embd", "n_positions"} <= entries.keys() and not {"afn", "dff"} & entries.keys():
-        return "gpt2"  # "afn": OpenAI's first GPT; "dff": CTRL
-    elif {"num_hidden_layers", "intermediate_size", "type_vocab_size"} <= entries.keys() and not {
-        "embedding_size",
-        "num_hidden_groups",
-    } & entries.keys():  # those are ALBERT's and ELECTRA's
-        return "bert"
-    raise UserError(
-        f"{source} has no model_type, and it cannot be inferred from the other entries; add the line"
-        ' "model_type": "bert", (or gpt2, or megatron-bert), if it is one of these'
-    )
-
-
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
     """Model settings and vocabulary size for the entries of a ``config.json``.
 
     Raises UserError, which names ``source``, if the model is not supported, or an entry is missing or not a number.
     """
-    kind = _model_type_in(entries, source)
+    kind = entries.get("model_type")
+    if not isinstance(kind, str) or kind not in _ARCHITECTURES:
+        raise UserError(
+            f"{source} has model_type {kind!r}; expected gpt2, bert or megatron-bert, the architectures that megatron01"
+            " has (in files of 2019, which have none, add it)"
+        )
     architecture = _ARCHITECTURES[kind]
     if "quantization_config" in entries:
         raise UserError(f"{source} has a quantization_config; expected weights in fp32, bf16 or fp16")
@@ -433,11 +406,10 @@ def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
         )
 
 
-def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max_shard_gigabytes: float) -> list[str]:
+def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision) -> list[str]:
     """Write a folder from which ``AutoModel`` and ``AutoTokenizer`` load without a network; returns notes for the user.
 
-    The folder exists and is empty. Weights are split into files of at most ``max_shard_gigabytes`` (one tensor may be
-    larger); as much memory is needed beside the model.
+    The folder exists and is empty. Needs memory for a copy of the weights.
     """
     notes = []
     eod, pad = None, 0
@@ -451,11 +423,13 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision, max
     if isinstance(model.config, GPTModelConfig):
         write_json(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod})
     tensors = hf_tensors(model.weights, model.config, model.vocab_size)
-    cast = ((name, tensor.to(DTYPES[dtype])) for name, tensor in tensors)
-    changed = _write_weights(cast, folder, max_bytes=round(max_shard_gigabytes * 1e9))
-    if changed:
+    # copies: safetensors refuses names that share memory
+    cast = {name: tensor.to(DTYPES[dtype], copy=True) for name, tensor in tensors}
+    save_file(cast, folder / _SAFETENSORS, metadata={"format": "pt"})
+    shutil.copymode(folder / CONFIG_FILE, folder / _SAFETENSORS)  # it is created so that only its owner can read it
+    if damaged := non_finite(cast):
         notes.append(
-            f"{len(changed)} tensors, such as {changed[0]}, hold NaN or infinite elements: they are too large for"
+            f"{len(damaged)} tensors, such as {min(damaged)}, hold NaN or infinite elements: they are too large for"
             f" {dtype}, or training has diverged"
         )
     return notes
@@ -495,37 +469,3 @@ def _shards(index: Path) -> list[Path]:
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise UserError(f"{index} names no files of this folder; expected an index of weights")
     return [index.with_name(name) for name in sorted(names)]
-
-
-def _write_weights(tensors: Iterator[tuple[str, Tensor]], folder: Path, *, max_bytes: int) -> list[str]:
-    """Write tensors into one or several safetensors files; returns names of those with NaN or infinite elements."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total, unusable = 0, []
-
-    def flush() -> None:
-        path = folder / f"shard-{len(shards)}"
-        save_file(pending, path, metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG_FILE, path)  # safetensors creates files that only the owner can read
-        shards.append(list(pending))
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and sum(other.nbytes for other in pending.values()) + tensor.nbytes > max_bytes:
-            flush()
-        if not tensor.isfinite().all():
-            unusable.append(name)
-        # a view of a larger buffer is copied: safetensors refuses names that share memory
-        pending[name] = tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
-        total += tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (folder / "shard-0").rename(folder / _SAFETENSORS)
-        return unusable
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{number}").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    write_json(folder / f"{_SAFETENSORS}.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return unusable

@@ -133,11 +133,10 @@ def _read_settings(checkpoint: Path, metadata: manifest.CheckpointMetadata) -> P
     """Settings of model and tokenizer; those of training are skipped, as another version may have written them."""
     path = checkpoint / manifest.CONFIG_NAME
     manifest.check_contents(checkpoint, metadata.files, [manifest.CONFIG_NAME])
+    sections = load_plain_yaml(path)
     try:
-        load_plain_yaml(path)  # refuses aliases, which may expand without limit, and deep nesting
-        sections = yaml.safe_load(path.read_text(encoding="utf-8"))
         needed = {"model": sections["model"], "data": {name: sections["data"][name] for name in _NEEDED_DATA}}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+    except (LookupError, TypeError) as error:
         raise UserError(f"{path} does not hold the settings of a run ({error}); use another checkpoint") from error
     return config_from_yaml(yaml.safe_dump(needed), _SETTINGS[metadata.model], source=str(path))
 

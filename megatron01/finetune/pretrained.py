@@ -169,7 +169,7 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
     portable.built_tokenizer()  # there must be one
     with tempfile.TemporaryDirectory() as folder:
         try:
-            write_hf_folder(portable, Path(folder), dtype="fp32", max_shard_gigabytes=2.0)
+            write_hf_folder(portable, Path(folder), dtype="fp32")
         except OSError as error:
             raise UserError(
                 f"{tempfile.gettempdir()} has no room for a copy of the model ({error}); set TMPDIR"

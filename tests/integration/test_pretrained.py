@@ -28,7 +28,7 @@ def models(corpus, tmp_path_factory):
     model = read_checkpoint(str(folder / "gpt"))
     for kind in ("hf", "weights"):
         (folder / kind).mkdir()
-    write_hf_folder(model, folder / "hf", dtype="fp32", max_shard_gigabytes=1.0)
+    write_hf_folder(model, folder / "hf", dtype="fp32")
     write_checkpoint(model, folder / "weights", final=folder / "weights")
     return folder
 

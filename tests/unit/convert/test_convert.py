@@ -50,38 +50,19 @@ def test_a_link_to_a_folder_is_followed(gpt_checkpoint, tmp_path, capsys, is_the
         real.mkdir()
     assert run(capsys, "--load", source, "--save", link)[0] == 0
     assert link.is_symlink() and read_model(str(real)).architecture == "GPT-2"
-    assert run(capsys, "--load", source, "--save", link, "--to", "megatron01", "--overwrite")[0] == 0
-    assert link.is_symlink() and sorted(tmp_path.iterdir()) == [link, real, source]
-    assert read_model(str(link)).weights.keys() == read_model(str(gpt_checkpoint)).weights.keys()
+    assert sorted(tmp_path.iterdir()) == [link, real, source]
 
 
-def test_what_is_there_is_replaced_only_if_asked(gpt_checkpoint, bert_checkpoint, tmp_path, capsys):
+def test_what_is_there_is_not_replaced(gpt_checkpoint, bert_checkpoint, tmp_path, capsys, monkeypatch):
     target = tmp_path / "target"
     target.mkdir()  # an empty folder may be written to
     assert run(capsys, "--load", gpt_checkpoint, "--save", target)[0] == 0
     before = sorted(path.name for path in target.iterdir())
-    status, _, errors = run(capsys, "--load", bert_checkpoint, "--save", target)
-    assert status == 2 and f"{target} exists; give another --output, or --overwrite" in errors
+    monkeypatch.chdir(target)
+    for place in (target, "."):
+        status, _, errors = run(capsys, "--load", bert_checkpoint, "--save", place)
+        assert status == 2 and f"{target} exists; give another --output" in errors
     assert sorted(path.name for path in target.iterdir()) == before
-    assert run(capsys, "--load", bert_checkpoint, "--save", target, "--overwrite")[0] == 0
-    assert read_model(str(target)).architecture == "BERT"
-    (target / "thesis.tex").write_text("irreplaceable")
-    status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", target, "--overwrite")
-    assert status == 2 and "holds thesis.tex, which no conversion writes" in errors
-    assert (target / "thesis.tex").read_text() == "irreplaceable"
-    assert sorted(tmp_path.iterdir()) == [target]
-
-
-def test_a_training_run_is_never_replaced(gpt_checkpoint, bert_checkpoint, capsys):
-    status, _, errors = run(capsys, "--load", bert_checkpoint, "--save", gpt_checkpoint, "--overwrite")
-    assert status == 2 and "iter_0000011, which no conversion writes" in errors
-
-
-def test_the_folder_one_is_in(gpt_checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine").write_text("")
-    status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", ".", "--overwrite")
-    assert status == 2 and "holds mine, which no conversion writes" in errors
 
 
 @pytest.mark.parametrize("name", ["file", "missing/deeper"])
@@ -108,15 +89,11 @@ def test_a_failure_leaves_nothing(gpt_checkpoint, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupted_replacement_keeps_the_old(tmp_path):
-    final = tmp_path / "final"
-    with new_folder(final, overwrite=False) as folder:
-        (folder / "config.json").write_text("old")
-    with pytest.raises(KeyboardInterrupt), new_folder(final, overwrite=True) as folder:
+def test_an_interruption_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "final") as folder:
         (folder / "config.json").write_text("new")
         raise KeyboardInterrupt
-    assert (final / "config.json").read_text() == "old"
-    assert sorted(tmp_path.iterdir()) == [final]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_megatron_goes_to_hugging_face_at_once(gpt_checkpoint, tmp_path, capsys):

@@ -22,7 +22,7 @@ def folders(gpt_checkpoint, tmp_path_factory):
     model = read_checkpoint(str(gpt_checkpoint))
     folder = tmp_path_factory.mktemp("whole")
     (folder / "hf").mkdir()
-    write_hf_folder(model, folder / "hf", dtype="fp32", max_shard_gigabytes=1.0)
+    write_hf_folder(model, folder / "hf", dtype="fp32")
     write(folder / "megatron", model)
     shutil.copytree(gpt_checkpoint, folder / "own")
     return folder

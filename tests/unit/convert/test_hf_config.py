@@ -67,54 +67,6 @@ def test_what_is_not_here_is_refused_by_name(kind, name, value):
         from_hf_config(entries, "config.json")
 
 
-GPT2_OF_2019 = {  # as first published for transformers, with OpenAI's weights
-    "initializer_range": 0.02,
-    "layer_norm_epsilon": 1e-05,
-    "n_ctx": 1024,
-    "n_embd": 768,
-    "n_head": 12,
-    "n_layer": 12,
-    "n_positions": 1024,
-    "vocab_size": 50257,
-}
-BERT_OF_2019 = {  # likewise, with Google's weights
-    "attention_probs_dropout_prob": 0.1,
-    "hidden_act": "gelu",
-    "hidden_dropout_prob": 0.1,
-    "hidden_size": 768,
-    "initializer_range": 0.02,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 512,
-    "num_attention_heads": 12,
-    "num_hidden_layers": 12,
-    "type_vocab_size": 2,
-    "vocab_size": 30522,
-}
-
-
-@pytest.mark.parametrize(
-    ("entries", "kind"),
-    [
-        (GPT2_OF_2019, "gpt2"),
-        (GPT2_OF_2019 | {"architectures": ["GPT2LMHeadModel"]}, "gpt2"),
-        (BERT_OF_2019, "bert"),
-        (BERT_OF_2019 | {"architectures": ["BertForMaskedLM"]}, "bert"),
-        (BERT_OF_2019 | {"architectures": ["MegatronBertForPreTraining"]}, "megatron-bert"),
-    ],
-)
-def test_a_file_from_before_model_type_is_understood(entries, kind):
-    assert from_hf_config(entries, "f") == from_hf_config(entries | {"model_type": kind}, "f")
-
-
-@pytest.mark.parametrize(
-    "entries",
-    [
-        {"vocab_size": 100},
-        GPT2_OF_2019 | {"afn": "gelu"},
-        BERT_OF_2019 | {"embedding_size": 128},
-        BERT_OF_2019 | {"architectures": ["RobertaForMaskedLM"]},
-    ],
-)
-def test_a_file_that_does_not_tell_its_type_names_the_missing_line(entries):
-    with pytest.raises(UserError, match=r'config\.json has no model_type.*add the line "model_type": "bert"'):
-        from_hf_config(entries, "config.json")
+def test_a_file_of_2019_names_the_missing_entry():
+    with pytest.raises(UserError, match=r"config\.json has model_type None; expected gpt2.*2019.*add it"):
+        from_hf_config({"n_layer": 12, "vocab_size": 100}, "config.json")

@@ -23,7 +23,7 @@ from tests.unit.convert.trained import save_trained
 
 def export(model: PortableModel, folder: Path, **changes) -> list[str]:
     folder.mkdir()
-    return write_hf_folder(model, folder, **({"dtype": "fp32", "max_shard_gigabytes": 1.0} | changes))
+    return write_hf_folder(model, folder, **({"dtype": "fp32"} | changes))
 
 
 def load(name: str, folder: Path, **changes):
@@ -104,11 +104,9 @@ def test_bert_without_the_head_for_sentence_pairs(corpus, tmp_path, placement):
 
 
 @pytest.mark.parametrize("source", ["gpt", "bert", "pre_norm"])
-@pytest.mark.parametrize("max_shard_gigabytes", [1.0, 1e-5])
-def test_the_way_back_is_exact(source, max_shard_gigabytes, tmp_path, request):
+def test_the_way_back_is_exact(source, tmp_path, request):
     original = read_checkpoint(str(request.getfixturevalue(f"{source}_checkpoint")))
-    export(original, tmp_path / "hf", max_shard_gigabytes=max_shard_gigabytes)
-    assert ((tmp_path / "hf" / "model.safetensors.index.json").exists()) == (max_shard_gigabytes < 1)
+    export(original, tmp_path / "hf")
     again = read_hf_folder(tmp_path / "hf")
     assert again.vocab_size == original.vocab_size
     for name, tensor in original.padded_weights().items():
@@ -119,24 +117,25 @@ def test_the_way_back_is_exact(source, max_shard_gigabytes, tmp_path, request):
             tensor,
         ), name
     assert again.built_tokenizer().fingerprint == original.built_tokenizer().fingerprint
-    if max_shard_gigabytes < 1:
-        load("AutoModelForPreTraining", tmp_path / "hf")
 
 
 @pytest.mark.parametrize("source", ["gpt", "bert", "pre_norm"])
-def test_what_transformers_has_saved(source, tmp_path, request):
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_what_transformers_has_saved(source, shard_size, tmp_path, request):
     """Folders saved by transformers, of either model, with the tokenizer as it writes it."""
     folder = request.getfixturevalue(f"{source}_folder")
     expected = read_hf_folder(folder)
     theirs = load("AutoModelForPreTraining", folder)
-    theirs.save_pretrained(tmp_path)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard_size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard_size == "20KB")
     transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     again = read_hf_folder(tmp_path)
     assert all(torch.equal(again.weights[name], tensor) for name, tensor in expected.weights.items())
     tokenizer, text = again.built_tokenizer(), "The quick fox jumps"
     assert tokenizer.encode(text) == expected.built_tokenizer().encode(text)
     assert (tokenizer.eod, tokenizer.masking is None) == (expected.built_tokenizer().eod, source == "gpt")
-    (tmp_path / "model.safetensors").unlink()
+    for path in tmp_path.glob("model*"):
+        path.unlink()
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin")
     assert all(torch.equal(read_hf_folder(tmp_path).weights[name], t) for name, t in expected.weights.items())
     torch.save(theirs.state_dict(), tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
@@ -279,17 +278,6 @@ def test_a_tokenizer_json_goes_with_the_model(gpt_folder, tmp_path):
     export(model, tmp_path / "without_config")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "without_config")
     assert tokenizer(text).input_ids == build_tokenizer(files).encode(text)
-
-
-def test_a_folder_of_2019_has_no_model_type(gpt_folder, bert_folder, tmp_path):
-    for folder in (gpt_folder, bert_folder):
-        old = tmp_path / folder.name
-        shutil.copytree(folder, old)
-        entries = json.loads((old / "config.json").read_text())
-        del entries["model_type"], entries["architectures"]
-        (old / "config.json").write_text(json.dumps(entries))
-        assert read_hf_folder(old).config == read_hf_folder(folder).config
-        assert read_hf_folder(old).tokenizer.tokenizer_type == read_hf_folder(folder).tokenizer.tokenizer_type
 
 
 def test_a_dropout_of_its_own_behind_the_embedding_is_named(gpt_folder, tmp_path):

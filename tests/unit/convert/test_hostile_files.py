@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import zipfile
 
 import pytest
 import torch
@@ -14,30 +13,6 @@ from megatron01.errors import UserError
 from megatron01.finetune.results import to_csv
 from megatron01.monitor.writers import JsonLinesWriter
 from megatron01.utils.formatting import one_line
-
-
-def test_a_compressed_file_of_torch_is_refused(tmp_path):
-    plain, bomb = tmp_path / "plain.pt", tmp_path / "bomb.pt"
-    torch.save({"a": torch.zeros(1 << 20)}, plain)
-    assert load_tensors(plain)["a"].numel() == 1 << 20
-    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
-        for entry in source.infolist():
-            target.writestr(entry.filename, source.read(entry))
-    assert bomb.stat().st_size < 100_000
-    with pytest.raises(UserError, match="in it is compressed") as refused:
-        load_tensors(bomb)
-    assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("is_zip", [True, False])
-def test_a_tensor_of_more_elements_than_bytes_is_refused(tmp_path, is_zip):
-    path = tmp_path / "expanded.pt"
-    whole = torch.arange(12.0).view(3, 4)
-    torch.save([{"kept": whole.t(), "part": whole[1]}], path, _use_new_zipfile_serialization=is_zip)
-    assert torch.equal(load_tensors(path)[0]["kept"], whole.t())
-    torch.save({"a": [torch.zeros(1).expand(1 << 40)]}, path, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(UserError, match=r"a tensor of shape \[1099511627776\] in fewer bytes"):
-        load_tensors(path)
 
 
 def test_a_storage_of_any_size_is_refused(tmp_path):
@@ -58,13 +33,11 @@ def test_a_file_of_another_kind_is_not_said_to_load_unsafely(tmp_path):
         load_tensors(path)
 
 
-def test_settings_that_would_grow_are_refused(tmp_path):
+def test_settings_nested_too_deeply_are_refused(tmp_path):
     path = tmp_path / "config.yaml"
-    lines = ["a0: &a0 {x: 1}"] + [f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}" for i in range(1, 40)]
-    for text, message in (("\n".join(lines), "aliases"), ("[" * 100_000, "nested too deeply|not valid YAML")):
-        path.write_text(text)
-        with pytest.raises(UserError, match=message):
-            load_plain_yaml(path)
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"nested too deeply|not valid YAML"):
+        load_plain_yaml(path)
 
 
 @pytest.mark.parametrize("line", [b"\xff\xfe not UTF-8", b"[" * 100_000, b'{"iteration": 1e999}', b"\0" * 50])

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     for name in ("gpt", "bert"):
         (folder / f"{name}_hf").mkdir()
         model = read_checkpoint(str(folder / name))
-        write_hf_folder(model, folder / f"{name}_hf", dtype="fp32", max_shard_gigabytes=1.0)
+        write_hf_folder(model, folder / f"{name}_hf", dtype="fp32")
     return folder
 
 

@@ -31,5 +31,5 @@ def write_model(folder: Path, corpus: Path, *, seed: int = 0, **shape: Any) -> P
     portable = PortableModel(
         source="test", config=config, vocab_size=tokenizer.vocab_size, weights=model.state_dict(), tokenizer=files
     )
-    write_hf_folder(portable, folder, dtype="fp32", max_shard_gigabytes=1.0)
+    write_hf_folder(portable, folder, dtype="fp32")
     return folder
