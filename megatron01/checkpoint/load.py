@@ -71,16 +71,16 @@ def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
 def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[Path, int] | None, list[str]]:
     """Folder and iteration of the checkpoint to resume from, or None to start anew. Collective.
 
-    The ranks share the hashing of the files. With ``on_damaged_checkpoint = older``, damaged checkpoints are skipped,
-    unless one was named explicitly; notes on those skipped are returned as well. Raises UserError on every rank, if
-    there should be a checkpoint but none is intact.
+    The ranks share the hashing of the files. Damaged checkpoints are skipped, unless one was named explicitly; notes on
+    those skipped are returned as well. Raises UserError on every rank, if there should be a checkpoint but none is
+    intact.
     """
     with failing_together(group, "starting"):
         start, notes = starting_point(config)
     if start is None:
         return None, notes
     folder, newest = start
-    if config.on_damaged_checkpoint == "stop" or manifest.iteration_path(config.load or "") is not None:
+    if manifest.iteration_path(config.load or "") is not None:
         _check(manifest.existing_folder(folder, newest), group)
         return start, notes
     saved = manifest.iterations(folder)
@@ -119,7 +119,15 @@ def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, l
     run.
     """
     folder = config.save if config.load == "auto" else config.load
-    start, notes = (None, []) if folder is None else _newest_in(folder, config)
+    start: tuple[Path, int] | None = None
+    notes: list[str] = []
+    if folder is not None:
+        newest, problem = _newest_saved(Path(folder))
+        if newest is not None and manifest.iteration_path(folder) is None:
+            start = Path(folder), newest
+            notes += [f"{problem}; taking the newest checkpoint found, {newest}"] if problem else []
+        elif config.load != "auto":
+            start = manifest.locate(folder)
     if config.save is not None and config.load != "auto":
         saved, _ = _newest_saved(Path(config.save))
         if saved is not None and (start is None or start[0].resolve() != Path(config.save).resolve()):
@@ -128,22 +136,6 @@ def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, l
                 "give --load auto to go on from there, or another --save"
             )
     return start, notes
-
-
-def _newest_in(folder: str, config: CheckpointConfig) -> tuple[tuple[Path, int] | None, list[str]]:
-    path = Path(folder)
-    if manifest.iteration_path(config.load or "") is not None:
-        return manifest.locate(folder), []
-    newest, problem = _newest_saved(path)
-    if newest is None:
-        return None if config.load == "auto" else manifest.locate(folder), []
-    if problem is None:
-        return (path, newest), []
-    if config.on_damaged_checkpoint == "stop":
-        raise UserError(
-            f"{problem}; write the iteration of a checkpoint into it, or give --on-damaged-checkpoint older"
-        )
-    return (path, newest), [f"{problem}; taking the newest checkpoint found, {newest}"]
 
 
 def _newest_saved(folder: Path) -> tuple[int | None, str | None]:

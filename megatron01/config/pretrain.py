@@ -183,8 +183,6 @@ class CheckpointConfig(Bounded):
     pretrained_checkpoint: str | None = None
     """Folder of a trained model (of megatron01, Hugging Face or Megatron-LM) whose weights a new run starts from;
     optimizer state and step count start anew."""
-    on_damaged_checkpoint: Literal["older", "stop"] = "older"
-    """older: skip a damaged checkpoint and resume from the newest intact one; stop: end with an error."""
     keep_last: Positive[int] | None = None
     """Number of newest checkpoints to keep; all when not given."""
     keep_every: Positive[int] | None = None

@@ -88,10 +88,9 @@ def _place(source: str, node: yaml.Node) -> str:
 
 
 def load_plain_yaml(path: Path) -> Any:
-    """What a file holds that ``dump_yaml`` wrote, whoever has changed it since: dicts, lists, and scalars as text.
+    """What a file holds that ``dump_yaml`` wrote: dicts, lists, and scalars as text.
 
-    Raises:
-        UserError: if it cannot be read, is no YAML, or has aliases (of which a few could stand for millions of values).
+    Raises UserError if it cannot be read, or is no YAML.
     """
     try:
         with open_regular(path) as file:
@@ -103,7 +102,7 @@ def load_plain_yaml(path: Path) -> Any:
 
 def parse_plain_yaml(text: str, *, source: str) -> Any:
     """The same for text; ``source`` names it in messages."""
-    return _read(lambda: yaml.load(text, Loader=_PlainLoader), source)
+    return _read(lambda: yaml.load(text, Loader=yaml.BaseLoader), source)
 
 
 def flat_settings(content: Any) -> dict[str, str]:
@@ -115,16 +114,6 @@ def flat_settings(content: Any) -> dict[str, str]:
         if isinstance(values, dict)
         for name, value in values.items()
     }
-
-
-class _PlainLoader(yaml.BaseLoader):
-    """Refuses aliases."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, "aliases are not expected here", mark)
-        return super().compose_node(parent, index)
 
 
 def _read(read: Callable[[], Any], source: str) -> Any:

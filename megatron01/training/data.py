@@ -79,18 +79,7 @@ def saved_progress(start: tuple[Path, int] | None) -> Progress:
         return Progress(metadata.iteration, metadata.consumed_samples)
     with damage_named(checkpoint, "samples"):
         order = DataOrder(**saved)
-        _require_plausible(order, metadata.consumed_samples)
     return Progress(metadata.iteration, metadata.consumed_samples, order)
-
-
-def _require_plausible(order: DataOrder, consumed_samples: int) -> None:
-    """Raise ValueError or TypeError for an order that is impossible."""
-    numbers = [order.first_sample, *(number for segment in order.segments for number in segment)]
-    if not isinstance(order.fingerprint, str) or any(type(number) is not int for number in numbers):
-        raise TypeError("text in place of numbers, or the reverse")
-    rising = all(0 <= first < last < 2**63 for first, last in order.segments)
-    if not 0 <= order.first_sample <= consumed_samples or not rising:
-        raise ValueError("samples before the first or after the last")
 
 
 def build_in_order(

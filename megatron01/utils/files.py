@@ -42,14 +42,6 @@ def open_regular(path: Path) -> FileIO:
     return FileIO(descriptor)
 
 
-def read_regular(path: Path, limit: int) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes. Raises OSError for any other, without reading it."""
-    with open_regular(path) as file:
-        if os.fstat(file.fileno()).st_size > limit:
-            raise OSError(errno.EFBIG, f"it is larger than {limit} bytes")
-        return file.readall()
-
-
 def text_or_empty(path: str) -> str:
     """Stripped text of a system file, such as in /proc; empty if it cannot be read."""
     try:

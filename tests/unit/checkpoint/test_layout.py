@@ -34,7 +34,7 @@ def test_tracker_is_replaced_and_leaves_nothing_beside(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == [TRACKER_NAME]
 
 
-@pytest.mark.parametrize("text", ["", "release", "-3", "1.5", "\x00\xff", "1" * 5000])
+@pytest.mark.parametrize("text", ["", "release", "-3", "1.5", "\x00\xff"])
 def test_tracker_with_other_content_is_an_error_that_names_it(tmp_path, text):
     (tmp_path / TRACKER_NAME).write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=f"{TRACKER_NAME}.*expected the number"):

@@ -7,7 +7,6 @@ import os
 import pytest
 
 from megatron01.checkpoint.manifest import (
-    LARGEST_FILE,
     METADATA_NAME,
     WEIGHTS_ALONE,
     CheckpointMetadata,
@@ -108,12 +107,6 @@ def test_every_truncation_is_an_error(tmp_path):
             read_metadata(tmp_path)
 
 
-def test_every_replica_has_an_entry(tmp_path):
-    write(tmp_path, make_metadata(replicas=({"a": 1},)))
-    with pytest.raises(UserError, match="1 replicas' entries"):
-        read_metadata(tmp_path)
-
-
 def test_the_number_of_replicas_may_differ(tmp_path):
     make_metadata().check_continues(make_metadata(world_size=5), tmp_path)
 
@@ -126,60 +119,12 @@ def test_what_was_edited_is_noticed(tmp_path):
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "..", "/etc/passwd", "a/b", "a\0", "", "metadata.json", "a\nb"])
-def test_no_file_outside_of_the_folder(tmp_path, name):
-    write(tmp_path, make_metadata(files={name: StoredFile(5, "")}))
-    with pytest.raises(UserError, match=r"name of a file|not a short line") as caught:
-        read_metadata(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"iteration": "3"},
-        {"iteration": True},
-        {"iteration": -1},
-        {"iteration": 10**30},
-        {"consumed_samples": 2.5},
-        {"optimizer": None},
-        {"optimizer": "a\nb"},
-        {"optimizer": "a" * 10**6},
-        {"parameters": [1]},
-        {"parameters": {"w": 3}},
-        {"world_size": 10**9},
-        {"tensor_model_parallel_size": 0},
-        {"tensor_model_parallel_size": 3},  # with two processes
-        {"tensor_model_parallel_size": "2"},
-        {"replicas": ({"a": 1}, [])},
-        {"replicas": None},
-        {"files": {"tensors": StoredFile("5", "")}},
-        {"files": {"tensors": StoredFile(-5, "")}},
-        {"files": []},
-    ],
-)
-def test_hostile_entries_with_the_right_hash_are_refused(tmp_path, changes):
-    (tmp_path / "tensors").write_bytes(b"12345")
-    sound = {"files": {"tensors": StoredFile(5, "")}}
-    write(tmp_path, make_metadata(**sound))
-    read_metadata(tmp_path)
-    write(tmp_path, make_metadata(**(sound | changes)))
-    with pytest.raises(UserError, match=r"metadata.json is damaged") as caught:
-        read_metadata(tmp_path)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-
-
-@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "9" * 10_000, " " * (LARGEST_FILE + 1), "\x00"])
+@pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "9" * 10_000, "\x00"])
 def test_deep_and_huge_files_are_one_line(tmp_path, text):
     (tmp_path / METADATA_NAME).write_text(text)
     with pytest.raises(UserError, match=r"metadata.json") as caught:
         read_metadata(tmp_path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-
-
-def test_metadata_that_could_not_be_read_again_is_not_written():
-    with pytest.raises(UserError, match="expected 33554432 at most"):
-        make_metadata(replicas=({"a": "x" * LARGEST_FILE}, {})).to_json()
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "dangling", "loop"])
