@@ -199,7 +199,7 @@ class WatchedRun:
             return False
         try:
             started = read_environment(self._folder / "environment.json")["started"]
-            return last.moment.wall >= datetime.datetime.fromisoformat(str(started)).timestamp()
+            return last.time >= datetime.datetime.fromisoformat(str(started)).timestamp()
         except (KeyError, ValueError, OverflowError):  # start time of the current attempt unknown
             return True
 
@@ -231,7 +231,7 @@ class WatchedRun:
         if train_iters is not None and train_iters > reached and step > 0:
             rows.append(("left", f"about {format_duration(step * (train_iters - reached))}"))
         if last is not None:
-            ago = max(0.0, time.time() - last.moment.wall)
+            ago = max(0.0, time.time() - last.time)
             quiet = "; is it still running?" if recent and ago > max(60.0, _QUIET_STEPS * step) else ""
             seen = f"last step {format_duration(ago)} ago{quiet}"
             if last.has_ended or (train_iters is not None and reached >= train_iters):

@@ -100,27 +100,7 @@ def _hardware() -> dict[str, Any]:
     }
 
 
-_BOOT = text_or_empty("/proc/sys/kernel/random/boot_id")
 _WIDTH = 256  # bytes of the file: it is overwritten in place, so that a full disk does not matter
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A point in time that another process can compare with its own."""
-
-    boot: str  # id of the machine's present boot; empty if unknown
-    since_boot: float  # seconds, unaffected by clock changes
-    wall: float  # seconds since 1970, comparable between machines as far as their clocks agree
-
-    @classmethod
-    def now(cls) -> Moment:
-        return cls(_BOOT, time.clock_gettime(time.CLOCK_BOOTTIME), time.time())
-
-    def seconds_until(self, later: Moment) -> float | None:
-        """Time between two moments; None if it cannot be told, because a clock was set back or differs."""
-        if self.boot and self.boot == later.boot:
-            return later.since_boot - self.since_boot
-        return later.wall - self.wall if later.wall >= self.wall else None
 
 
 @dataclass(frozen=True)
@@ -129,7 +109,7 @@ class Restart:
 
     iteration: int  # of the checkpoint that the run went on from
     lost_steps: int  # completed by the attempt before, and to be done again
-    seconds: float | None  # from the last step before to the end of the first step after it; None if not known
+    seconds: float | None  # from the last step before to the end of the first step after it; None if clocks differ
 
     def __str__(self) -> str:
         lost = {0: "no step was lost", 1: "1 step was lost"}.get(self.lost_steps, f"{self.lost_steps} steps were lost")
@@ -151,13 +131,13 @@ class Heartbeat:
 
     def step_done(self, iteration: int) -> Restart | None:
         """Record a completed step; returns the cost of the interruption after the first step of a resumed attempt."""
-        now, last = Moment.now(), self._last
+        now, last = time.time(), self._last
         self._last = None
-        self._note({"iteration": iteration, **vars(now)})
+        self._note({"iteration": iteration, "time": now})
         if last is None or last.iteration < self._resumed_iteration:  # the attempt before wrote elsewhere
             return None
         lost = last.iteration - self._resumed_iteration
-        return Restart(self._resumed_iteration, lost, last.moment.seconds_until(now))
+        return Restart(self._resumed_iteration, lost, now - last.time if now >= last.time else None)
 
     def close(self) -> None:
         """Record that this attempt has ended by itself, and close the file."""
@@ -181,7 +161,7 @@ class LastHeartbeat:
     """The last heartbeat of a run."""
 
     iteration: int  # completed steps
-    moment: Moment
+    time: float  # seconds since 1970, by the clock of its machine
     has_ended: bool  # the process closed its heartbeat; a killed one cannot
 
 
@@ -189,7 +169,6 @@ def read_heartbeat(path: Path) -> LastHeartbeat | None:
     """Read a heartbeat file; None if it is missing or invalid."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        moment = Moment(str(values["boot"]), float(values["since_boot"]), float(values["wall"]))
-        return LastHeartbeat(int(values["iteration"]), moment, values.get("ended") is True)
+        return LastHeartbeat(int(values["iteration"]), float(values["time"]), values.get("ended") is True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

@@ -63,7 +63,7 @@ def test_a_heartbeat_tells_whether_an_attempt_has_ended(tmp_path: Path) -> None:
     assert restart is not None and restart.lost_steps == 1  # the next attempt reads it nevertheless
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"iteration": 1}', '{"iteration": "x", "wall": 1}', "{}"])
+@pytest.mark.parametrize("content", ["", "[]", '{"iteration": 1}', '{"iteration": "x", "time": 1}', "{}"])
 def test_a_heartbeat_that_makes_no_sense(tmp_path: Path, content: str) -> None:
     (tmp_path / "file").write_text(content)
     assert read_heartbeat(tmp_path / "file") is None
