@@ -8,9 +8,8 @@ from pathlib import Path
 
 from megatron01.checkpoint import manifest
 from megatron01.checkpoint.storage import damage_named
-from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.formatting import columns, one_line
+from megatron01.utils.formatting import columns
 
 
 def list_all(folder: str) -> None:
@@ -59,11 +58,8 @@ def _describe(place: Path, metadata: manifest.CheckpointMetadata) -> list[str]:
         "files",
     ]
     lines += [f"  {line}" for line in columns([(n, f"{f.bytes / 1e6:.1f} MB") for n, f in metadata.files.items()])]
-    lines.append("settings")
-    for section, values in load_plain_yaml(place / manifest.CONFIG_NAME).items():
-        lines.append(f"  {one_line(str(section))}:")
-        lines += [f"    {one_line(f'{name}: {value}')}" for name, value in dict(values).items()]
-    return lines
+    text = (place / manifest.CONFIG_NAME).read_text(encoding="utf-8")
+    return [*lines, "settings", *(f"  {line}" for line in text.splitlines())]
 
 
 def verify(folder: str) -> None:

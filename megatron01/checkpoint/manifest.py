@@ -60,7 +60,7 @@ def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Ite
 #     {folder}/iter_0001000/                        one checkpoint
 #     {folder}/iter_0001000.incomplete/             one that is being written, or whose writing was interrupted
 #     {folder}/iter_0001000.replaced/               an older one of the same iteration, while a newer takes its place
-#     {folder}/iter_0001000.removed/                one that is being deleted
+#     {folder}/iter_0001000.1a2b3c4d.removed/       one that is being deleted
 #
 # The names are Megatron-LM's, so that tools that look for them keep working.
 
@@ -69,7 +69,6 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 CONFIG_NAME = "config.yaml"
 METADATA_NAME = "metadata.json"
 
-_ASIDE = ".undeletable.removed"
 _ITERATION_NAME = re.compile(r"iter_(\d{7,})")
 
 
@@ -99,40 +98,33 @@ def left_overs(folder: Path) -> list[Path]:
     return [path for kind in ("incomplete", "removed") for path in folder.glob(f"iter_*.{kind}")]
 
 
-def remove_left_over(path: Path) -> None:
-    """Delete a folder or file; of a symbolic link, only the link.
+def remove(path: Path) -> None:
+    """Delete a folder or file, if it is there; of a symbolic link, only the link. OSError if it cannot be renamed.
 
-    What cannot be deleted (a file that an NFS client still holds, or another user's) is logged and renamed to a unique
-    ``.removed`` name, which later saves try to delete again. OSError if it cannot be renamed.
+    It is first renamed to a unique ``.removed`` name, so that an interruption leaves no incomplete one under a
+    checkpoint's name. What cannot be deleted (a file that an NFS client still holds, or another user's) is logged and
+    left under that name for later saves.
     """
+    if not path.name.endswith(".removed"):
+        aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.removed")
+        try:
+            os.rename(path, aside)
+        except FileNotFoundError:
+            return
+        path = aside
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
-    except FileNotFoundError:
-        return
     except OSError as error:
-        aside = path
-        if not path.name.endswith(_ASIDE):
-            aside = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}{_ASIDE}")
-            os.rename(path, aside)
-        logger.warning("%s cannot be deleted (%s) and is left as %s", path, error.strerror, aside.name)
+        logger.warning("%s cannot be deleted (%s); the next save tries again", path, error.strerror)
 
 
 def iterations(folder: Path) -> list[int]:
     """Iterations of the complete checkpoints in ``folder``, newest first; their files are not checked."""
     names = (_ITERATION_NAME.fullmatch(path.name.removesuffix(".replaced")) for path in folder.glob("iter_*"))
     return sorted({int(name[1]) for name in names if name is not None}, reverse=True)
-
-
-def remove(folder: Path, iteration: int) -> None:
-    """Delete a checkpoint, renamed first: an interruption leaves no incomplete one under a checkpoint's name."""
-    path = iteration_folder(folder, iteration)
-    removed = path.with_name(path.name + ".removed")
-    remove_left_over(removed)
-    os.rename(path, removed)
-    remove_left_over(removed)
 
 
 def read_tracker(folder: Path) -> int | None:
@@ -195,12 +187,12 @@ def publish(incomplete: Path, final: Path) -> None:
     replaced = _replaced_folder(final)
     if os.path.lexists(final):
         with suppress(OSError):
-            remove_left_over(replaced)
+            remove(replaced)
         os.rename(final, replaced)
     os.rename(incomplete, final)
     sync_folder(final.parent)
     with suppress(OSError):
-        remove_left_over(replaced)
+        remove(replaced)
 
 
 FORMAT_VERSION = 5

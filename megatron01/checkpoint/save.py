@@ -52,7 +52,7 @@ def delete_outdated(folder: Path, newest: int, keep_last: int | None, keep_every
     """Delete the ``outdated`` checkpoints in ``folder``; what cannot be deleted is logged and kept."""
     for iteration in outdated(manifest.iterations(folder), newest, keep_last, keep_every):
         try:
-            manifest.remove(folder, iteration)
+            manifest.remove(manifest.iteration_folder(folder, iteration))
         except OSError as error:
             logger.warning("checkpoint %d in %s cannot be deleted: %s", iteration, folder, error.strerror)
 
@@ -146,7 +146,7 @@ def _make_empty(incomplete: Path) -> None:
     try:
         for left_over in manifest.left_overs(incomplete.parent):
             try:
-                manifest.remove_left_over(left_over)
+                manifest.remove(left_over)
             except OSError as error:
                 if left_over == incomplete:
                     raise

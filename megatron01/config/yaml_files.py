@@ -72,14 +72,14 @@ def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, 
                     everywhere = [setting.name for setting in settings.by_key.values()]
                     hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, everywhere)
                     place = _place(source, value_node)
-                    raise UserError(f"{place}: unknown setting {_shortened(name)} in section {key!r}{hint}")
+                    raise UserError(f"{place}: unknown setting {name!r} in section {key!r}{hint}")
                 values[setting.key] = _value(value_node, setting, source)
         elif (setting := settings.find(None, key)) is not None:
             values[setting.key] = _value(node, setting, source)
         else:
             names = [*settings.section_help, *(setting.name for setting in settings.in_section(None))]
             hint = _elsewhere(key, settings) or nearest(key, names)
-            raise UserError(f"{_place(source, node)}: unknown section {_shortened(key)}{hint}")
+            raise UserError(f"{_place(source, node)}: unknown section {key!r}{hint}")
     return values
 
 
@@ -189,12 +189,6 @@ def _elsewhere(name: str, settings: Settings[Any]) -> str:
         if setting.name == name and setting.section is not None:
             return f"; {name!r} belongs into section {setting.section!r}"
     return ""
-
-
-def _shortened(name: object) -> str:
-    """A name as it stands in a message: whole, unless it is very long."""
-    text = repr(name)
-    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _nearest_file(path: Path) -> str:

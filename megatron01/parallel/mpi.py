@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import json
 from typing import Any
-
-import numpy as np
 
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
-
-_MESSAGE_BYTES = 1024
 
 
 def connect(environment: LaunchEnvironment) -> Any:
@@ -33,17 +28,6 @@ def connect(environment: LaunchEnvironment) -> Any:
             " this launcher belongs to (with srun: --mpi=pmix or pmi2)"
         )
     return communicator
-
-
-def agree_on_endpoint(communicator: Any, host: str, port: int) -> tuple[str, int]:
-    """Broadcast rank 0's host and port to every rank. Collective."""
-    message = np.zeros(_MESSAGE_BYTES, dtype=np.uint8)
-    own = json.dumps([host, port]).encode()
-    assert len(own) <= _MESSAGE_BYTES
-    message[: len(own)] = np.frombuffer(own, dtype=np.uint8)
-    communicator.Bcast(message, root=0)
-    host, port = json.loads(message.tobytes().rstrip(b"\0"))
-    return host, port
 
 
 def finalize_at_exit() -> None:

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 import megatron01
 from megatron01.errors import FaultError, UserError
-from megatron01.parallel import mpi
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import ReplicaGroup, failing_together, format_ranks
 
@@ -220,7 +219,7 @@ def _tcp_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
         one_machine = environment.local_world_size == environment.world_size
         host, port = "127.0.0.1" if one_machine else socket.gethostname(), 0
         if not is_first:
-            host, port = mpi.agree_on_endpoint(communicator, host, port)
+            host, port = communicator.bcast(None, root=0)
     if not host:
         raise UserError(
             "MASTER_ADDR is not set, and this job runs on several machines; start with mpirun -x MASTER_ADDR=<host of"
@@ -240,7 +239,7 @@ def _tcp_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
         host, port, environment.world_size, is_master=is_first, wait_for_workers=False, timeout=timeout
     )
     if over_mpi and is_first:
-        mpi.agree_on_endpoint(communicator, host, store.port)
+        communicator.bcast((host, store.port), root=0)
     return store
 
 

@@ -46,7 +46,6 @@ def test_applied_to_a_folder(tmp_path, caplog, monkeypatch):
         iteration_folder(tmp_path, iteration).mkdir()
     save.delete_outdated(tmp_path, 30, 2)
     assert iterations(tmp_path) == [30, 20]
-    (tmp_path / "iter_0000020.removed").write_text("in the way")
 
     def refused(*_):
         raise OSError(errno.EACCES, "Permission denied")
@@ -67,5 +66,5 @@ def test_an_interrupted_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch
 
     monkeypatch.setattr("megatron01.checkpoint.manifest.shutil.rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        remove(tmp_path, 10)
-    assert iterations(tmp_path) == [] and [path.name for path in left_overs(tmp_path)] == ["iter_0000010.removed"]
+        remove(iteration_folder(tmp_path, 10))
+    assert iterations(tmp_path) == [] and [path.suffix for path in left_overs(tmp_path)] == [".removed"]
