@@ -148,7 +148,8 @@ class OptimizerConfig(Bounded):
         own_arguments(self)
         require(
             self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
-            "lr_warmup_iters and lr_warmup_fraction are both given; give one of them",
+            "lr_warmup_iters and lr_warmup_fraction are both given; take one of them back, with"
+            " --lr-warmup-fraction none for instance",
         )
 
     def bucket_size(self, num_elements: int, *, on_gpu: bool) -> int:

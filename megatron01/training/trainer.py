@@ -227,16 +227,19 @@ class Trainer:
             ),
         )
         self.health = Health(config.health, group)
+        # with the batch size that follows from the number of replicas, which may be another at the next start
+        training = dataclasses.replace(training, global_batch_size=self.global_batch_size)
+        saved_config = dataclasses.replace(config, training=training)
         seed_replica(training.seed, tp_ranks.replica)
         self.checkpoints = CheckpointWriter(
             config.checkpoint,
-            dump_yaml(config),
+            dump_yaml(saved_config),
             group,
             lambda line: self.recorder.print(line),
             self.folders.require,
         )
         self._saved = SavedRun(
-            config=config,
+            config=saved_config,
             group=group,
             shard=self.shard,
             tokenizer_fingerprint=self.tokenizer.fingerprint,

@@ -209,6 +209,15 @@ def test_replicas_drop_out_differently_and_one_replica_works_alone(corpus, tmp_p
     assert not torch.equal(state["rank_00000/random.torch"], state["rank_00001/random.torch"])
 
 
+def test_a_batch_that_shrinks_with_the_number_of_replicas_is_said(corpus, tmp_path):
+    config = gpt_config(corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), train_iters=3)
+    assert run_together(config) == [[None], [None]]
+    ((message, output),) = run_ranks(run_and_read, 1, with_settings(config, train_iters=4), default_group=False)
+    size = config.training.micro_batch_size
+    assert message is None
+    assert f"changed since the checkpoint: training.global_batch_size: {size}, was {2 * size}" in output
+
+
 @pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "one_bit_adam", "bin_sgdm", "adam"]))
 def test_a_run_goes_on_with_another_number_of_replicas(corpus, tmp_path, optimizer):
     """From 2 to 3 to 1, each time between two synchronizations; the global batch stays."""
