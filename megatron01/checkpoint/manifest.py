@@ -319,9 +319,12 @@ def open_checkpoint(
 
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
-    """From the entries of metadata.json; LookupError or TypeError if one is missing or unknown."""
+    """From the entries of metadata.json; LookupError, TypeError or ValueError if one is missing, unknown or wrong."""
     parameters = {name: tuple(shape) for name, shape in entries["parameters"].items()}
     files = {name: StoredFile(**stored) for name, stored in entries["files"].items()}
+    for name in files:
+        if name in ("", ".", "..", METADATA_NAME) or "/" in name or not name.isprintable():
+            raise ValueError(f"{name[:50]!r} is not the name of a file in the folder")
     metadata = CheckpointMetadata(**{**entries, "parameters": parameters, "files": files})
     return dataclasses.replace(metadata, replicas=tuple(metadata.replicas))
 

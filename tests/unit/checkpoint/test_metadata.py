@@ -119,6 +119,14 @@ def test_what_was_edited_is_noticed(tmp_path):
         read_metadata(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["../elsewhere", "..", "/etc/passwd", "a/b", "a\0", "", "metadata.json", "a\nb"])
+def test_no_file_outside_of_the_folder(tmp_path, name):
+    write(tmp_path, make_metadata(files={name: StoredFile(5, "")}))
+    with pytest.raises(UserError, match=r"name of a file") as caught:
+        read_metadata(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["[" * 10**6, '{"a":' * 10**5, "9" * 10_000, "\x00"])
 def test_deep_and_huge_files_are_one_line(tmp_path, text):
     (tmp_path / METADATA_NAME).write_text(text)
