@@ -87,7 +87,7 @@ class TrainingConfig(Bounded):
     """Sequences in one forward and backward pass of one replica."""
     global_batch_size: Positive[int] | None = None
     """Sequences in one step over all replicas; micro_batch_size x replicas when not given."""
-    train_iters: Positive[int] = 1000
+    train_iters: Annotated[int, Bounds(lambda value: 0 < value <= 10**8, "a positive number, at most 100000000")] = 1000
     """Steps to train."""
     exit_duration_in_mins: Positive[float] | None = None
     """Stop after this many minutes, with a checkpoint."""

@@ -110,6 +110,7 @@ def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, 
         ("--optimizer", ".Own", "optimizer is '.Own'; expected package.module.Class"),
         ("--split", "inf,1", "split is 'inf,1'; expected up to three finite numbers"),
         ("--distributed-timeout-minutes", "1e9", "expected a positive number, at most 525600 (a year)"),
+        ("--train-iters", "1e17", "train_iters is 100000000000000000; expected a positive number, at most 100000000"),
     ],
 )
 def test_values_that_no_run_can_use(flag: str, value: str, message: str) -> None:
