@@ -217,6 +217,7 @@ def wordpiece_backend(vocabulary: dict[str, int], *, lower_case: bool) -> Backen
 
 
 END_OF_DOCUMENT = "<|endoftext|>"
+_MOST_UNMADE = 8  # and one in a hundred: entries that no merge makes, such as special tokens
 
 
 def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
@@ -232,6 +233,12 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
     if missing:
         raise UserError(f"{vocab_file} lacks {sorted(missing)[0]!r}; expected the vocab.json of a GPT-2 model")
     merges = _read_merges(merge_file, vocabulary)
+    num_made = len(pre_tokenizers.ByteLevel.alphabet()) + len({left + right for left, right in merges})
+    if len(vocabulary) - num_made > _MOST_UNMADE + len(vocabulary) // 100:
+        raise UserError(
+            f"{merge_file} makes {num_made} of the {len(vocabulary)} entries of {vocab_file}; expected the merges.txt"
+            " that belongs to it, whole"
+        )
     entries = sorted(vocabulary, key=vocabulary.__getitem__) + [" ".join(pair) for pair in merges]
     return FastTokenizer(
         byte_level_backend(vocabulary, merges),

@@ -128,6 +128,14 @@ def test_unusable_gpt2_vocabulary(tmp_path: Path) -> None:
             build_tokenizer(GPTDataConfig(vocab_file=str(broken), merge_file=str(merge_file)))
 
 
+def test_merges_of_another_vocabulary_or_cut_short(tmp_path: Path) -> None:
+    vocabularies, cut = DATA / "vocab", tmp_path / "merges.txt"
+    cut.write_text("\n".join((vocabularies / "gpt2-merges.txt").read_text().split("\n")[:40000]))
+    for merge_file, count in [(cut, 40255), (vocabularies / "gpt2-tiny-5000-merges.txt", 4999)]:
+        with pytest.raises(UserError, match=f"merges.txt makes {count} of the 50257 entries of .*gpt2-vocab.json"):
+            build_tokenizer(GPTDataConfig(vocab_file=str(vocabularies / "gpt2-vocab.json"), merge_file=str(merge_file)))
+
+
 def test_missing_settings(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocab_file is not given"):
         build_tokenizer(BertDataConfig())
