@@ -94,6 +94,7 @@ def token_losses(
 
 
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
+_DOCUMENTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
         documents, tokens = None, _indexed_tokens(data, tokenizer)[:limit]
     else:
         documents = read_documents(data)
-        tokens = _encoded(documents, tokenizer)
+        tokens = _encoded(documents, tokenizer, limit)
     if tokenizer.eod is not None and (tokens.size == 0 or tokens[0] != tokenizer.eod):
         tokens = np.concatenate([[tokenizer.eod], tokens])
     if tokens.size < 2:
@@ -169,12 +170,17 @@ def read_documents(data: str, *, by_line: bool = False) -> list[str]:
     return documents
 
 
-def _encoded(documents: list[str], tokenizer: Tokenizer) -> NDArray[np.int64]:
+def _encoded(documents: list[str], tokenizer: Tokenizer, limit: int | None) -> NDArray[np.int64]:
+    """Tokens of documents; documents beyond ``limit`` tokens are not encoded."""
     tokens: list[int] = []
-    for index, ids in enumerate(tokenizer.encode_batch(documents)):
-        if index and tokenizer.eod is not None:
-            tokens.append(tokenizer.eod)
-        tokens += ids
+    for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
+        if limit is not None and len(tokens) > limit:
+            break
+        some = documents[first : first + _DOCUMENTS_AT_ONCE]
+        for index, ids in enumerate(tokenizer.encode_batch(some), start=first):
+            if index and tokenizer.eod is not None:
+                tokens.append(tokenizer.eod)
+            tokens += ids
     return np.array(tokens, dtype=np.int64)
 
 

@@ -78,6 +78,17 @@ def test_lines_of_json(tokenizer, tmp_path):
     assert (held.num_words, held.num_bytes) == (3, 4)
 
 
+def test_documents_beyond_the_most_tokens_are_not_encoded(tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "held.jsonl"
+    path.write_text('{"text": "a b"}\n' * 300)
+    whole = read_held_out(str(path), tokenizer)
+    encode, encoded = tokenizer.encode_batch, []
+    monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: encode(encoded.extend(texts) or texts))
+    beginning = read_held_out(str(path), tokenizer, max_tokens=9)
+    assert beginning.tokens.tolist() == whole.tokens[:10].tolist()
+    assert len(encoded) < 100
+
+
 def test_token_files(tokenizer, corpus):
     held = read_held_out(str(corpus / "gpt"), tokenizer)
     text = tokenizer.decode(held.tokens.tolist())
