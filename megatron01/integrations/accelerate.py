@@ -58,7 +58,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     accelerator.clip_grad_norm_ = accelerator.clip_grad_value_ = refuse
 
     def get_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        # copies: views of one buffer pass for tied weights, of which save_model keeps one
+        # copies: after the context the model holds this replica's own weights again
         with ours[0].replicated_weights():
             state = type(accelerator).get_state_dict(accelerator, *args, **kwargs)
             return {name: value.clone() if hasattr(value, "clone") else value for name, value in state.items()}
@@ -108,10 +108,8 @@ class _StateOfReplicas:
         self._to_mark = list(self._holders)
 
     def before_loading(self, models: list[Any], folder: str) -> None:
+        """Load hook: ``load`` is not told the folder."""
         self._folder = folder
-        for model in models:  # safetensors cannot load into views of one buffer; load_state_dict restores the views
-            for parameter in model.parameters():
-                parameter.data = parameter.data.clone()
 
     def load(self) -> None:
         """Load the state of each replica, loss scales included."""

@@ -17,8 +17,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -142,7 +143,7 @@ class FlatParameters:
         self._adopt_weights()
         self.mark_weights()
         for index, parameter in enumerate(self.parameters):
-            parameter.tensor.register_post_accumulate_grad_hook(_hook(weakref.ref(self), index))
+            parameter.tensor.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), index))
 
     @property
     def num_parameters(self) -> int:
@@ -334,21 +335,36 @@ class FlatParameters:
             return True
         return bool(self._sample) and not all(map(torch.equal, self._sample, map(torch.take, *self._sampled)))
 
+    @contextmanager
+    def restoring_weights(self) -> Iterator[list[Tensor]]:
+        """Context in which the weights may be overwritten: gives copies of the buffers, and restores them."""
+        kept = [weights.clone() for weights in self.weight_buffers]
+        try:
+            yield kept
+        finally:
+            for weights, before in zip(self.weight_buffers, kept, strict=True):
+                weights.copy_(before)
+
+    def has_equal_weights(self, copies: list[Tensor]) -> bool:
+        """True if the weights are bit-identical to ``copies`` of the buffers."""
+        pairs = zip(copies, self.weight_buffers, strict=True)
+        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
+
     def _adopt_weights(self) -> None:
         """Move the weights into flat buffers, one for each type, and make parameters views of them."""
         size, dtypes = self.blocks.block_size, [p.tensor.dtype for p in self.parameters]
         for dtype in dict.fromkeys(dtypes):
-            start = dtypes.index(dtype)
-            first, last = (int(self.first_block[i]) for i in (start, start + dtypes.count(dtype)))
+            own = range(dtypes.index(dtype), dtypes.index(dtype) + dtypes.count(dtype))
+            first, last = int(self.first_block[own.start]), int(self.first_block[own.stop])
             weights = torch.zeros((last - first) * size, dtype=dtype, device=self.device)
-            own = range(start, start + dtypes.count(dtype))
             # torch's own way to accumulate in fp32 (grad_dtype); it is None where any type will do
             is_wide = any(getattr(self.tensors[index], "grad_dtype", dtype) is torch.float32 for index in own)
             self._buffers.append(_Buffers(first, last, weights, torch.float32 if is_wide else dtype))
             self._buffers_of += [self._buffers[-1]] * len(own)
             for index in own:
                 tensor = self.parameters[index].tensor
-                view = weights.as_strided(tensor.size(), tensor.stride(), (int(self.first_block[index]) - first) * size)
+                start = (int(self.first_block[index]) - first) * size
+                view = _with_own_storage(weights.as_strided(tensor.size(), tensor.stride(), start))
                 view.copy_(tensor.detach())
                 tensor.data = view
                 self._weight_views.append(view)
@@ -425,32 +441,6 @@ class FlatParameters:
         for index, buffers in enumerate(self._buffers_of):
             if buffers.weights.dtype not in summing:
                 buffers.gradients = self._gradient_views[index] = None
-
-    @torch.no_grad()
-    def _on_gradient(self, index: int) -> None:
-        """Copy a gradient that the backward pass has made into its view."""
-        tensor = self.parameters[index].tensor
-        gradient = tensor.grad
-        if gradient is None or gradient is self._gradient_views[index] or gradient.layout is not torch.strided:
-            return
-        if not self.has_weights(index):
-            return
-        if not self.sums_in_fp32:
-            # a gradient with a graph (create_graph=True) may yet enter a loss
-            if getattr(tensor, "main_grad", None) is None and not gradient.requires_grad:
-                view = self._view(index)
-                if view.dtype == gradient.dtype:
-                    view.copy_(gradient)
-                    tensor.grad = view
-            return
-        view = self._view(index)
-        if self._summed[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self._summed[index] = True
-            tensor.main_grad = view  # type: ignore[attr-defined]
-        tensor.grad = None
 
     def _view(self, index: int) -> Tensor:
         """View of a parameter's gradient in the flat buffer, shaped like it; allocated on first use."""
@@ -591,15 +581,43 @@ def mark_active(active: Tensor, candidates: Tensor, v: Tensor, range_elements: i
         torch.bitwise_and(candidates[part], pack_mask(v[first * WORD : (first + words) * WORD] > 0.0), out=active[part])
 
 
-def _hook(flat: weakref.ref[FlatParameters], index: int) -> Callable[[Tensor], None]:
-    """A gradient hook that holds ``flat`` weakly, as tensors keep their hooks alive."""
+@torch._disable_dynamo  # a compiled step calls it as it is
+@torch.no_grad()
+def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Tensor) -> None:
+    """Copy a gradient that the backward pass has made into its view.
 
-    def on_gradient(_: Tensor) -> None:
-        parameters = flat()
-        if parameters is not None:
-            parameters._on_gradient(index)
+    The hook holds the buffers weakly, as tensors keep their hooks alive.
+    """
+    flat, gradient = parameters(), tensor.grad
+    if flat is None or gradient is None or gradient is flat._gradient_views[index]:
+        return
+    if gradient.layout is not torch.strided or not flat.has_weights(index):
+        return
+    if flat.sums_in_fp32:
+        view = flat._view(index)
+        if flat._summed[index]:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            flat._summed[index] = True
+            tensor.main_grad = view  # type: ignore[attr-defined]
+        tensor.grad = None
+    # a gradient with a graph (create_graph=True) may yet enter a loss
+    elif getattr(tensor, "main_grad", None) is None and not gradient.requires_grad:
+        view = flat._view(index)
+        if view.dtype == gradient.dtype:
+            view.copy_(gradient)
+            tensor.grad = view
 
-    return on_gradient
+
+def _with_own_storage(view: Tensor) -> Tensor:
+    """A view without gaps as a tensor of the same memory, whose storage is this part of the buffer alone.
+
+    Saving a parameter then does not save the whole buffer, and safetensors finds no shared memory.
+    """
+    start = view.storage_offset() * view.itemsize
+    storage = view.untyped_storage()[start : start + view.nbytes]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.size(), view.stride())
 
 
 def _check_gradient(parameter: NamedParameter, gradient: Tensor) -> None:

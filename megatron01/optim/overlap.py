@@ -105,6 +105,7 @@ class EarlyStart:
         """The order in which buckets are to be sent, also those that this class has not sent."""
         return range(len(buckets)) if self._open is None else self._plan(buckets).order
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def _on_gradient(self, index: int, _: torch.Tensor) -> None:
         if self._paused or not self._layout.has_weights(index):

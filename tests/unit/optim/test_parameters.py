@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 from megatron01.errors import UserError
@@ -65,3 +67,16 @@ def test_the_state_of_the_same_parameters_in_another_order() -> None:
     optimizer.load_state_dict(state_of(["a", "b"]))
     with pytest.raises(UserError, match="the state has parameter b where the model has a"):
         optimizer.load_state_dict(state_of(["b", "a"]))
+
+
+def test_a_model_with_an_optimizer_is_saved_like_one_without(tmp_path: Path) -> None:
+    """Each parameter's storage is its own, although all lie in one buffer: nothing passes for tied or partial."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(3, 4, 1).to(memory_format=torch.channels_last))
+    ZeroOneAdam(model.named_parameters(), 0.1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    save_model(model, str(tmp_path / "model.safetensors"))
+    load_model(model, str(tmp_path / "model.safetensors"))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    torch.save(model[0].bias, tmp_path / "bias.pt")
+    assert (tmp_path / "bias.pt").stat().st_size < 3000
+    assert model[1].weight.stride() == before["1.weight"].stride()
