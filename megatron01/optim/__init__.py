@@ -9,68 +9,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron01.config.registry import OptimizerSpec
-    from megatron01.optim.adam import Adam
-    from megatron01.optim.bin_sgdm import BinSGDM, SoftSignSGD
-    from megatron01.optim.factory import PretrainOptimizer, build_optimizer, weight_decay_groups
-    from megatron01.optim.grad_scaling import LossScaler
-    from megatron01.optim.one_bit_adam import OneBitAdam
-    from megatron01.optim.quantized_adam import QuantizedAdam
-    from megatron01.optim.report import StepKind, StepReport, TrainingDiverged
-    from megatron01.optim.schedule import LRSchedule, Schedule, TabulatedSchedule, build_schedule
-    from megatron01.optim.sgdm import SGDM
-    from megatron01.optim.zero_one_adam import ZeroOneAdam
+    from megatron01.config.registry import OptimizerSpec as OptimizerSpec
+    from megatron01.optim.adam import Adam as Adam
+    from megatron01.optim.bin_sgdm import BinSGDM as BinSGDM
+    from megatron01.optim.bin_sgdm import SoftSignSGD as SoftSignSGD
+    from megatron01.optim.factory import PretrainOptimizer as PretrainOptimizer
+    from megatron01.optim.factory import build_optimizer as build_optimizer
+    from megatron01.optim.factory import weight_decay_groups as weight_decay_groups
+    from megatron01.optim.grad_scaling import LossScaler as LossScaler
+    from megatron01.optim.one_bit_adam import OneBitAdam as OneBitAdam
+    from megatron01.optim.quantized_adam import QuantizedAdam as QuantizedAdam
+    from megatron01.optim.report import StepKind as StepKind
+    from megatron01.optim.report import StepReport as StepReport
+    from megatron01.optim.report import TrainingDiverged as TrainingDiverged
+    from megatron01.optim.schedule import LRSchedule as LRSchedule
+    from megatron01.optim.schedule import Schedule as Schedule
+    from megatron01.optim.schedule import TabulatedSchedule as TabulatedSchedule
+    from megatron01.optim.schedule import build_schedule as build_schedule
+    from megatron01.optim.sgdm import SGDM as SGDM
+    from megatron01.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 
 _MODULES = {
-    "Adam": "adam",
-    "BinSGDM": "bin_sgdm",
-    "LRSchedule": "schedule",
-    "LossScaler": "grad_scaling",
-    "OneBitAdam": "one_bit_adam",
-    "OptimizerSpec": "",
-    "PretrainOptimizer": "factory",
-    "QuantizedAdam": "quantized_adam",
-    "SGDM": "sgdm",
-    "Schedule": "schedule",
-    "SoftSignSGD": "bin_sgdm",
-    "StepKind": "report",
-    "StepReport": "report",
-    "TabulatedSchedule": "schedule",
-    "TrainingDiverged": "report",
-    "ZeroOneAdam": "zero_one_adam",
-    "build_optimizer": "factory",
-    "build_schedule": "schedule",
-    "weight_decay_groups": "factory",
+    "Adam": "optim.adam",
+    "BinSGDM": "optim.bin_sgdm",
+    "LRSchedule": "optim.schedule",
+    "LossScaler": "optim.grad_scaling",
+    "OneBitAdam": "optim.one_bit_adam",
+    "OptimizerSpec": "config.registry",
+    "PretrainOptimizer": "optim.factory",
+    "QuantizedAdam": "optim.quantized_adam",
+    "SGDM": "optim.sgdm",
+    "Schedule": "optim.schedule",
+    "SoftSignSGD": "optim.bin_sgdm",
+    "StepKind": "optim.report",
+    "StepReport": "optim.report",
+    "TabulatedSchedule": "optim.schedule",
+    "TrainingDiverged": "optim.report",
+    "ZeroOneAdam": "optim.zero_one_adam",
+    "build_optimizer": "optim.factory",
+    "build_schedule": "optim.schedule",
+    "weight_decay_groups": "optim.factory",
 }
-
-__all__ = [
-    "SGDM",
-    "Adam",
-    "BinSGDM",
-    "LRSchedule",
-    "LossScaler",
-    "OneBitAdam",
-    "OptimizerSpec",
-    "PretrainOptimizer",
-    "QuantizedAdam",
-    "Schedule",
-    "SoftSignSGD",
-    "StepKind",
-    "StepReport",
-    "TabulatedSchedule",
-    "TrainingDiverged",
-    "ZeroOneAdam",
-    "build_optimizer",
-    "build_schedule",
-    "weight_decay_groups",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "OptimizerSpec":
-        from megatron01.config.registry import OptimizerSpec
-
-        return OptimizerSpec
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"megatron01.{_MODULES[name]}"), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,65 +84,41 @@ def build_optimizer(
     Raises:
         UserError: if the settings contradict each other or differ between replicas.
     """
-    settings = config.optimizer
-    groups = weight_decay_groups(model, settings.weight_decay)
-    if find_optimizer(settings.optimizer).ddp and isinstance(process_group, Topology):
+    settings, training = config.optimizer, config.training
+    spec = find_optimizer(settings.optimizer)
+    if spec.ddp and isinstance(process_group, Topology):
         raise UserError(
             f"optimizer is {settings.optimizer}, whose gradients torch.distributed averages; expected comm_backend"
             " torch and replica process with it"
         )
-    optimizer: PretrainOptimizer = build(groups, config, schedule, process_group, partial)
-    return optimizer
-
-
-def _loss_scaler(config: PretrainConfig) -> LossScaler | None:
-    training = config.training
-    if training.precision != "fp16":
-        return None
-    return LossScaler(
-        initial=training.initial_loss_scale,
-        minimum=training.min_loss_scale,
-        window=training.loss_scale_window,
-        hysteresis=training.hysteresis,
-        constant=training.loss_scale,
-    )
-
-
-def _wire_dtype(config: PretrainConfig) -> torch.dtype | Literal["4bit", "8bit"] | None:
-    name = config.optimizer.gradient_wire_dtype
-    if name == "auto":
-        return find_optimizer(config.optimizer.optimizer).auto_wire
-    if name == "4bit" or name == "8bit":
-        return name
-    return DTYPES[name]
-
-
-def build(
-    groups: list[dict[str, Any]],
-    config: PretrainConfig,
-    schedule: Schedule,
-    process_group: Topology | dist.ProcessGroup | None,
-    partial: ModelShardRanks | None,
-) -> Any:
-    """The optimizer of the settings on parameter groups, by its spec."""
-    settings, training = config.optimizer, config.training
-    name, spec = settings.optimizer, find_optimizer(settings.optimizer)
+    scaler = None
+    if training.precision == "fp16":
+        scaler = LossScaler(
+            initial=training.initial_loss_scale,
+            minimum=training.min_loss_scale,
+            window=training.loss_scale_window,
+            hysteresis=training.hysteresis,
+            constant=training.loss_scale,
+        )
+    wire = spec.auto_wire if settings.gradient_wire_dtype == "auto" else settings.gradient_wire_dtype
     common: CommonArguments = {
         "weight_decay": settings.weight_decay,
         "block_size": settings.block_size,
         "process_group": process_group,
         "max_grad_norm": settings.clip_grad or None,
         "clip_by": settings.clip_grad_by,
-        "loss_scaler": _loss_scaler(config),
+        "loss_scaler": scaler,
         "max_skipped_steps": training.max_skipped_steps,
-        "gradient_wire_dtype": _wire_dtype(config),
+        "gradient_wire_dtype": wire if wire is None or wire == "4bit" or wire == "8bit" else DTYPES[wire],
         "bucket_elements": settings.bucket_elements,
         "overlap": settings.overlap_exchange,
         "watch_interval": settings.watch_interval,
         "partial": partial,
         "shard": config.distributed.shard_optimizer,
     }
+    groups = weight_decay_groups(model, settings.weight_decay)
     if spec.build is not None:
-        return spec.build(groups, schedule, config, common)
+        return spec.build(groups, schedule, config, common)  # type: ignore[no-any-return]
     arguments = own_arguments(settings)
-    return load_class(name)(groups, schedule, **({} if arguments is None else vars(arguments)), **common)
+    own = {} if arguments is None else vars(arguments)
+    return load_class(settings.optimizer)(groups, schedule, **own, **common)  # type: ignore[no-any-return]

@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     import torch
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential")
-WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "exponential": lambda progress: 2.0 * 0.5**progress - 1.0,
+    "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
+"""Share of ``peak_lr - min_lr`` that is left, from 1 at the beginning of a decay with an end to 0 there."""
+WSD_STYLES = tuple(_DECAYS)
 
 
 @runtime_checkable
@@ -143,26 +150,11 @@ class LRSchedule:
         assert self.decay_end is not None
         if step >= self.decay_end:
             return self.min_lr
-        return self.min_lr + (self.peak_lr - self.min_lr) * self._remaining(step)
-
-    def _remaining(self, step: int) -> float:
-        """Decay factor at ``step``, 1 for ``peak_lr`` and 0 for ``min_lr``, for the styles with an end."""
-        assert self.decay_end is not None
-        progress = (step - self.warmup_steps) / (self.decay_end - self.warmup_steps)
-        if self.style == "linear":
-            return 1.0 - progress
-        if self.style == "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * progress))
-        final = (step - (self.decay_end - self._final_decay_steps)) / self._final_decay_steps
-        if final <= 0.0:
-            return 1.0
-        shapes: dict[str, Callable[[float], float]] = {
-            "linear": lambda part: 1.0 - part,
-            "cosine": lambda part: 0.5 * (1.0 + math.cos(math.pi * part)),
-            "exponential": lambda part: 2.0 * 0.5**part - 1.0,
-            "minus_sqrt": lambda part: 1.0 - math.sqrt(part),
-        }
-        return shapes[self.wsd_decay_style](final)
+        start, style = self.warmup_steps, self.style
+        if style == "WSD":
+            start, style = self.decay_end - self._final_decay_steps, self.wsd_decay_style
+        progress = max(0.0, (step - start) / (self.decay_end - start))
+        return self.min_lr + (self.peak_lr - self.min_lr) * _DECAYS[style](progress)
 
 
 @dataclass(frozen=True)

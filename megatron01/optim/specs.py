@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from megatron01.config import OptimizerConfig, PretrainConfig
@@ -80,7 +81,9 @@ def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDA
         return np.fromiter(map(function, range(rates.size)), np.int64, rates.size)
 
     # the policies read each learning rate and each interval several times: both are tabulated
-    named_policy = build_sync_policy(config.sync_policy, _Table(schedule, rates.tolist()), config.max_sync_interval)
+    bounds = {name: getattr(schedule, name) for name in ("peak_lr", "warmup_steps", "total_steps")}
+    tabulated: Any = SimpleNamespace(**bounds, lr=rates.tolist().__getitem__)
+    named_policy = build_sync_policy(config.sync_policy, tabulated, config.max_sync_interval)
     interval = by_step(named_policy.interval)
     sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps, named_policy.shortest)
     variance_policy = VariancePolicy(config.variance_kappa, config.variance_freeze_step, sync_policy)
@@ -96,29 +99,6 @@ def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDA
         interval=interval,
         frozen_from=first_longer if config.variance_freeze_step is None else config.variance_freeze_step,
     )
-
-
-@dataclass(frozen=True)
-class _Table:
-    """A schedule with tabulated rates."""
-
-    schedule: Schedule
-    rates: Sequence[float]
-
-    @property
-    def peak_lr(self) -> float:
-        return self.schedule.peak_lr
-
-    @property
-    def warmup_steps(self) -> int:
-        return self.schedule.warmup_steps
-
-    @property
-    def total_steps(self) -> int | None:
-        return self.schedule.total_steps
-
-    def lr(self, step: int) -> float:
-        return self.rates[step]
 
 
 def _exchanges(rates: Sequence[float], refreshes: Sequence[bool], synchronizes: Sequence[bool]) -> NDArray[np.bool_]:
