@@ -21,8 +21,7 @@ from torch import nn
 from workload import sum_of_losses
 
 from megatron01.comm import Topology
-from megatron01.comm.topology import Replica
-from megatron01.comm.transport import TorchTransport
+from megatron01.comm.transport import Replica, TorchTransport
 from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_yaml

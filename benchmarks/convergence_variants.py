@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron01.comm.topology import Replica
+from megatron01.comm.transport import Replica
 from megatron01.config.registry import optimizers
 
 GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)

@@ -45,7 +45,7 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
         "replicas": dist.get_world_size(),
         "buffers": {
             **buffers,
-            "active": optimizer._active.nbytes + optimizer._candidates.nbytes,
+            "active": 2 * optimizer._candidates.nbytes,
             "one_bit_payload": sum(tensor.nbytes for payload in payloads for tensor in payload),
             "dense_buckets": sum(tensor.nbytes for bucket in buckets for tensor in bucket),
         },

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from megatron01.comm import Topology
-from megatron01.comm.topology import Replica
-from megatron01.comm.transport import Done, Transport, Work
+from megatron01.comm.transport import Done, Replica, Transport, Work
 
 
 class ReplicaStopped(RuntimeError):

@@ -4,8 +4,7 @@ from megatron01.comm.all_reduce import DenseAllReduce, DenseExchange
 from megatron01.comm.exchange import Exchange
 from megatron01.comm.one_bit import OneBitAllReduce
 from megatron01.comm.payload import BlockLayout, ErrorPlace, Packed, Quantizer, Status, random_key
-from megatron01.comm.topology import Topology
-from megatron01.comm.transport import TorchTransport, Transport
+from megatron01.comm.transport import Topology, TorchTransport, Transport
 
 __all__ = [
     "BlockLayout",

@@ -39,8 +39,7 @@ from megatron01.comm.payload import (
     headers_of,
     row_range,
 )
-from megatron01.comm.topology import Topology
-from megatron01.comm.transport import Transport, Work, read_checked, read_headers
+from megatron01.comm.transport import Topology, Transport, Work, read_checked, read_headers
 
 Blocks = Callable[[int, int], list[torch.Tensor]]
 """(first, last) -> views of the blocks [first, last) of a buffer, in consecutive pieces: [elements] each, of fp32, bf16

@@ -52,8 +52,7 @@ from megatron01.comm.payload import (
     seal,
     square,
 )
-from megatron01.comm.topology import Topology
-from megatron01.comm.transport import Done, Transport, Work, read_checked, read_headers
+from megatron01.comm.transport import Done, Topology, Transport, Work, read_checked, read_headers
 
 WORKER, SERVER = 0, 1
 """Stages, for the keys of random draws."""

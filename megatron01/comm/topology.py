@@ -1,122 +1,20 @@
-"""Which replicas share a node, and the transports between all of them, inside a node, and between nodes."""
+"""The topology of a launched run: which of its processes share a node, and the groups between them."""
 
 from __future__ import annotations
 
 import datetime
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from megatron01.comm.transport import TorchTransport, Transport
+from megatron01.comm.transport import Topology, TorchTransport, Transport
 from megatron01.errors import UserError
 from megatron01.parallel.process_groups import open_groups
 
 if TYPE_CHECKING:
     from megatron01.config import DistributedConfig
     from megatron01.parallel import ReplicaGroup, TensorParallelRanks
-
-Replica = Literal["process", "node"]
-
-
-class Sent(NamedTuple):
-    """Traffic of a process: bytes sent to other processes, those that left the node, and exchanges made."""
-
-    bytes_sent: int
-    bytes_between_nodes: int
-    rounds: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """The replicas of an exchange, as N nodes of m processes each where the exchange is hierarchical.
-
-    Attributes:
-        world: all processes.
-        local: the m processes of this node; None where the exchange is flat.
-        across: the N processes with this local rank, one per node; None where the exchange is flat.
-        replica: "process": every process is a replica; "node": the processes of a node together are one, and have the
-            same values in an exchange.
-        remote_peers: processes on other nodes, for the bytes of a flat exchange that leave the node.
-    """
-
-    world: Transport
-    local: Transport | None = None
-    across: Transport | None = None
-    replica: Replica = "process"
-    remote_peers: int = 0
-
-    def __post_init__(self) -> None:
-        if self.local is None or self.across is None:
-            assert self.local is None and self.across is None and self.replica == "process"
-        else:
-            assert self.local.size * self.across.size == self.world.size
-
-    @classmethod
-    def flat(cls, transport: Transport | dist.ProcessGroup | None = None, *, local_size: int = 1) -> Topology:
-        """A flat topology of all processes.
-
-        Args:
-            transport: one over all processes, or the process group for it; None is torch.distributed's default
-                group, or a single process without any.
-            local_size: processes on this node, this one among them; by default each has a node of its own.
-        """
-        if transport is None or isinstance(transport, dist.ProcessGroup):
-            transport = TorchTransport(transport, checks=True)
-        return cls(world=transport, remote_peers=transport.size - local_size)
-
-    @classmethod
-    def hierarchical(
-        cls, world: Transport, local: Transport, across: Transport, *, replica: Replica = "process"
-    ) -> Topology:
-        """N nodes of m processes: ``local`` connects those of a node, ``across`` those of one local rank."""
-        return cls(world=world, local=local, across=across, replica=replica, remote_peers=world.size - local.size)
-
-    @property
-    def num_nodes(self) -> int:
-        """N; 1 where the exchange is flat."""
-        return 1 if self.across is None else self.across.size
-
-    @property
-    def local_size(self) -> int:
-        """m, processes of each node; 1 where the exchange is flat."""
-        return 1 if self.local is None else self.local.size
-
-    @property
-    def sealing(self) -> Transport:
-        """The transport whose ranks write the results' checksums: results are checked as its rows."""
-        if self.local is None or self.across is None:
-            return self.world
-        return self.across if self.across.size > 1 else self.local
-
-    @property
-    def crosses_nodes(self) -> bool:
-        """True unless all processes are known to be on one node."""
-        return self.world.size > 1 and (self.across is None or self.across.size > 1)
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas, that is, of different values in an exchange."""
-        return self.num_nodes if self.replica == "node" else self.world.size
-
-    def sent(self) -> Sent:
-        """Traffic of this process so far."""
-        # both collectives send the same amount to every peer
-        between = self.world.bytes_sent // max(1, self.world.size - 1) * self.remote_peers
-        num_bytes, rounds = self.world.bytes_sent, self.world.rounds
-        if self.local is not None and self.across is not None:
-            between += self.across.bytes_sent
-            num_bytes += self.local.bytes_sent + self.across.bytes_sent
-            rounds += self.local.rounds + self.across.rounds
-        return Sent(num_bytes, between, rounds)
-
-    def reset_counters(self) -> None:
-        """Reset the counters, so that start-up does not count."""
-        for transport in (self.world, self.local, self.across):
-            if transport is not None:
-                transport.bytes_sent = transport.rounds = 0
-
 
 logger = logging.getLogger(__name__)
 

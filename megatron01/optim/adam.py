@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,37 +52,17 @@ class ApexAdamW:
         self._optimizer.step()
 
 
-def build_adamw(
-    groups: list[dict[str, Any]],
-    *,
-    kernels: FusedKernels,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-) -> torch.optim.AdamW | ApexAdamW:
-    """Adam with decoupled weight decay.
-
-    Raises:
-        UserError: if ``kernels`` asks for apex, which does not work here.
-    """
-    settings: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    if uses_apex(kernels, setting="fused_adam", module="apex.optimizers", extension="amp_C"):
-        return ApexAdamW(groups, **settings)
-    return torch.optim.AdamW(groups, fused=True, **settings)
-
-
+@dataclass
 class _Traffic:
     """State of the DistributedDataParallel communication hook, with traffic counters.
 
     Not the optimizer itself: C++ holds the hook, and a reference cycle through it would never be collected.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, num_replicas: int) -> None:
-        self.process_group = process_group
-        self.num_replicas = num_replicas
-        self.bytes_sent = 0
-        self.rounds = 0
+    process_group: dist.ProcessGroup | None
+    num_replicas: int
+    bytes_sent: int = 0
+    rounds: int = 0
 
 
 # No annotations: DistributedDataParallel compares them with types, and here they are strings.
@@ -109,6 +90,9 @@ class Adam:
         partial: the tensor-parallel ranks of this replica, if ``groups`` are those of one shard. ``process_group`` is
             then the data-parallel group of that shard.
         fused_adam: whose kernels compute the step.
+
+    Raises:
+        UserError: if ``fused_adam`` asks for apex, which does not work here.
     """
 
     def __init__(
@@ -147,13 +131,12 @@ class Adam:
                 self._masters[name] = weight if is_master else torch.nn.Parameter(weight.detach().float())
             decay = group.get("weight_decay", weight_decay)
             master_groups.append({"params": [self._masters[name] for name, _ in named], "weight_decay": decay})
-        self._adam = build_adamw(
-            [group for group in master_groups if group["params"]],
-            kernels=fused_adam,
-            lr=schedule.peak_lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
+        own_groups = [group for group in master_groups if group["params"]]
+        settings: dict[str, Any] = {"lr": schedule.peak_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self._adam = (
+            ApexAdamW(own_groups, **settings)
+            if uses_apex(fused_adam, setting="fused_adam", module="apex.optimizers", extension="amp_C")
+            else torch.optim.AdamW(own_groups, fused=True, **settings)
         )
         # whether the norm may stay on the device (no host sync); apex's kernels need it on the host
         on_gpu = all(master.device.type == "cuda" for master in self._masters.values())
@@ -197,7 +180,7 @@ class Adam:
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss (any shape) times the loss scale."""
-        return self._guard.scale_loss(loss)
+        return loss if self._guard.loss_scaler is None else loss * self.loss_scale
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Literal, Unpack
+from operator import itemgetter
+from typing import Any, Literal, NoReturn, Unpack
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from megatron01.comm import (
     DenseAllReduce,
     DenseExchange,
     ErrorPlace,
-    Exchange,
     OneBitAllReduce,
     Quantizer,
     Status,
@@ -40,7 +39,6 @@ from megatron01.optim.flat_parameters import (
     FlatParameters,
     FrozenElements,
     active_candidates,
-    mark_active,
     named_parameters,
     parameter_masks,
 )
@@ -58,6 +56,7 @@ from megatron01.optim.local_update import (
     Phase,
     Rule,
     SecondMoment,
+    SinceSynchronization,
     by_group,
 )
 from megatron01.optim.overlap import EarlyStart, Opened, Order
@@ -189,10 +188,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._is_single = self._topology.num_replicas == 1
         self._agrees = True  # whether m and u are the same on all replicas
         self._candidates = active_candidates(self._flat, self._masks, ())
-        self._active = self._candidates.clone()
-        self._active_is_stale = True  # to be recomputed from the candidates and v
         self._frozen_elements = FrozenElements(self._whole, self._masks)
 
+        # relative change of the mean's norm when it is rounded to its wire type
+        rounding = torch.finfo(wire_dtype).eps / self._whole.num_parameters**0.5
         self._norm_ratio = NormRatio(
             self._topology.num_replicas,
             # without a quantizer all steps are full, without averages none
@@ -200,7 +199,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             and settings.clip_by == "mean"
             and averages
             and quantizer is not None,
-            same_data=None if self._is_single else self._same_data_watch(wire_dtype, world),
+            same_data=None
+            if self._is_single
+            else safety.SameDataWatch(max(2e-6, rounding), logs=world.world.rank == 0),
         )
         self._quantized: QuantizedGradientMean | None = None
         self._exchange: CompressedAllReduce | None = None
@@ -212,7 +213,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
         padded = self._whole.blocks.num_elements / self._whole.num_parameters
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, logs=world.world.rank == 0)
-        self._sent = SentSinceReport(self._topology, None if self._sharded is None else self._sharded.transport)
+        self._sent = SentSinceReport(self._topology)
         self._adopt_weights()
         self._holds_replicated = False
         self._whole.samples_weights = not self._kernels.runs_behind
@@ -227,90 +228,60 @@ class FlatOptimizer(torch.optim.Optimizer):
         wire_dtype: torch.dtype,
     ) -> GradientSource:
         """Build the gradient source; sets ``_quantized`` and ``_exchange`` where the settings need them."""
+        flat, topology, partial = self._flat, self._topology, self._partial
         # buckets go in the order of the backward pass; those of a shard are only sent after it
         order: Order = self._early.order if self._sharded is None else lambda buckets: range(len(buckets))
-        counted = None if self._partial is None else self._partial.counted_blocks(self._flat)
-        on_device = None if counted is None else torch.from_numpy(counted).to(self._flat.device)
+        counted = None if partial is None else partial.counted_blocks(flat)
+        on_device = None if counted is None else torch.from_numpy(counted).to(flat.device)
+        shared: dict[str, Any] = {"bucket_elements": settings.bucket_elements, "backend": settings.backend}
+        agree = None if partial is None else partial.most_severe
 
-        def gradient_mean(over: Topology, guard: OverflowGuard) -> GradientMean:
-            mean = DenseAllReduce(
-                self._flat.blocks,
-                over,
-                wire_dtype,
-                bucket_elements=settings.bucket_elements,
-                counted=on_device,
-                backend=settings.backend,
-            )
-            measures = over is self._topology and quantizer is not None
-            return GradientMean(
-                mean, self._flat, self._kernels, guard, order=order, counted=on_device, measures=measures
-            )
+        def dense(over: Topology, guard: OverflowGuard) -> GradientMean:
+            mean = DenseAllReduce(flat.blocks, over, wire_dtype, counted=on_device, **shared)
+            measures = over is topology and quantizer is not None
+            return GradientMean(mean, flat, self._kernels, guard, order=order, counted=on_device, measures=measures)
 
-        shared: dict[str, Any] = {
-            "bucket_elements": settings.bucket_elements,
-            "agree": None if self._partial is None else self._partial.most_severe,
-            "backend": settings.backend,
-        }
-
-        def compressed(quantizer: Quantizer, active: Tensor, *, of_processes: bool = False) -> OneBitAllReduce:
-            return OneBitAllReduce(
-                self._flat.blocks,
-                self._topology,
-                active=active,
-                quantizer=quantizer,
-                dtype=state_dtype,
-                of_processes=of_processes,
-                counted=on_device,
-                **shared,
-            )
+        def compressed(quantizer: Quantizer, active: Tensor, **options: Any) -> OneBitAllReduce:
+            options |= {"dtype": state_dtype, "counted": on_device, "agree": agree, **shared}
+            return OneBitAllReduce(flat.blocks, topology, active=active, quantizer=quantizer, **options)
 
         of_all: GradientMean | None = None
         of_node: GradientMean | None = None
-        if averages and self._topology.world.size > 1:
+        if averages and topology.world.size > 1:
             guard = self._guard if self._sharded is None else self._sharded.guard
             wire = settings.gradient_wire_dtype
-            if isinstance(wire, str) and self._topology.crosses_nodes:
-                self._quantized = QuantizedGradientMean(
-                    compressed(wire, self._candidates, of_processes=True),
-                    self._local,
-                    guard,
-                    order=order,
-                    counted=on_device,
-                )
-            of_all = self._quantized or gradient_mean(self._topology, guard)
-        if quantizer is not None and self._topology.replica == "node" and self._topology.local_size > 1:
-            assert self._topology.local is not None
-            of_node = gradient_mean(Topology.flat(self._topology.local), self._guard)
+            if isinstance(wire, str) and topology.crosses_nodes:
+                exchange = compressed(wire, self._candidates, of_processes=True)
+                self._quantized = QuantizedGradientMean(exchange, self._local, guard, order=order, counted=on_device)
+            of_all = self._quantized or dense(topology, guard)
+        if quantizer is not None and topology.replica == "node" and topology.local_size > 1:
+            of_node = dense(Topology.flat(topology.local), self._guard)
         if quantizer is not None and not self._is_single:
-            exchange: Exchange
-            if quantizer == "none":
-                exchange = DenseExchange(self._flat.blocks, self._topology, **shared)
-            else:
-                exchange = compressed(quantizer, self._active)
+            active = self._candidates.clone()
             self._exchange = CompressedAllReduce(
-                exchange,
+                DenseExchange(flat.blocks, topology, agree=agree, **shared)
+                if quantizer == "none"
+                else compressed(quantizer, active),
                 self._local,
                 self._guard,
-                CompressionWatch(settings.watch_interval, self._partial),
+                CompressionWatch(settings.watch_interval, partial),
+                candidates=self._candidates,
+                active=active,
+                has_second_moment=self._second_moment is not None,
                 order=order,
                 delay=self._delay,
             )
         return GradientSource(
-            self._flat,
+            flat,
             self._kernels,
             of_all=of_all,
             of_node=of_node,
             sharded=self._sharded,
-            partial=self._partial,
+            partial=partial,
             max_norm=settings.max_grad_norm,
             ratio=self._norm_ratio,
             counted=counted,
         )
-
-    def _same_data_watch(self, wire_dtype: torch.dtype, world: Topology) -> safety.SameDataWatch:
-        # relative change of the mean's norm when it is rounded to its wire type
-        rounding = torch.finfo(wire_dtype).eps / self._whole.num_parameters**0.5
-        return safety.SameDataWatch(max(2e-6, rounding), logs=world.world.rank == 0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._constructed:
@@ -333,9 +304,9 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     # Overridden by subclasses.
 
-    @abstractmethod
     def _plan(self, step: int) -> StepPlan:
-        """What the replicas do at ``step``."""
+        """What the replicas do at ``step``; this default averages gradients at every step."""
+        return StepPlan(averages=True)
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         """Coefficients of ``step``.
@@ -348,9 +319,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             multiplier: applied to every gradient.
             refresh: True if the gradient is a finite mean over all replicas.
         """
-        v, ones = self._second_moment, by_group(np.ones_like(rates), 0.0)
+        v, before, ones = self._second_moment, self._local.since_sync, by_group(np.ones_like(rates), 0.0)
         sizes = rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
-        shrinkage = rates * [group["weight_decay"] for group in self.param_groups]
+        shrinkage = rates * np.fromiter(map(itemgetter("weight_decay"), self.param_groups), np.float64)
         variance_decay = v.at(step) if v is not None and refresh else None
         return Coefficients(
             rule=self._rule,
@@ -364,14 +335,15 @@ class FlatOptimizer(torch.optim.Optimizer):
             step_size=by_group(sizes, 0.0),
             bound=by_group(np.full_like(sizes, np.inf) if v is None else v.bound(sizes), np.inf),
             decay=by_group(1.0 - shrinkage, 1.0),
-            since_sync=self._local.since_sync.with_step(sizes, shrinkage),
+            since_sync=SinceSynchronization(before.total + sizes, before.decay * (1.0 - shrinkage), before.steps + 1),
         )
 
     def _carried_out(self, plan: StepPlan, coefficients: Coefficients) -> None:
         """Called after each step that was not called off; with a delay, before its result is known."""
         if self._second_moment is not None and coefficients.variance_decay is not None:
             self._second_moment.refreshed(self.step_count, coefficients.variance_decay)
-            self._active_is_stale = True
+            if self._exchange is not None:
+                self._exchange.active_is_stale = True
 
     # The step.
 
@@ -390,7 +362,12 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         step, loss_scale = self.step_count, self._begin_step()
         plan = self._plan(step)  # t in T_v, t in T_u
-        found = self._find_gradient(plan, loss_scale)  # g, or its mean over the replicas in T_v
+        unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
+        may_defer = not self._is_single and (self._defers or not plan.synchronizes)
+        found = self._gradients.find(plan.averages, loss_scale, unsent, may_defer=may_defer)  # g; its mean in T_v
+        # without a mean the status is of this node alone; the next exchange sends it to the others
+        if plan.averages and found.status is Status.GIVING_UP:
+            self._give_up()
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, found.multiplier, refresh=plan.averages and found.is_used)
         coefficients = replace(coefficients, mean=found.mean)
@@ -437,24 +414,13 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._whole.gradient(index).mul_(mask)
         return loss_scale
 
-    def _find_gradient(self, plan: StepPlan, loss_scale: float) -> StepGradient:
-        """The gradient of this step, with its norm and multiplier."""
-        unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
-        may_be_deferred = self._gradients.may_be_deferred and (self._defers or not plan.synchronizes)
-        if may_be_deferred and not (plan.averages or self._is_single):
-            return self._gradients.deferred(loss_scale, unsent)
-        found = self._gradients.finish(plan.averages, loss_scale, unsent)
-        if plan.averages:  # else the status is of this node alone; the next exchange sends it to the others
-            self._stop_if(found.status is Status.GIVING_UP)
-        return found
-
     def _synchronize(self, plan: StepPlan, coefficients: Coefficients, found: StepGradient) -> bool:
         """Add this step to u and move x by the mean of u; False if the step was called off.
 
         With a delay, x moves when the next step begins.
         """
         exchange = self._exchange
-        if not coefficients.moves:
+        if not coefficients.total.any():
             # the learning rate has been 0 since the last synchronization: u is 0 and there is no mean to take
             self._step_locally(plan, coefficients, found)
             self._local.since_sync = self._local.start
@@ -464,7 +430,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._has_synchronized()
             return True
         if not exchange.begun:
-            self._begin_exchange(plan)
+            exchange.begin(plan.key)
         status: Status | Tensor = Status.OK if found.is_used else Status.OVERFLOW
         if isinstance(found.norm, DeferredNorm):
             status = found.norm.status
@@ -492,21 +458,12 @@ class FlatOptimizer(torch.optim.Optimizer):
         if phase.write_weights:
             self._frozen_elements.restore(self._local.x)
 
-    def _begin_exchange(self, plan: StepPlan) -> None:
-        assert self._exchange is not None
-        if self._active_is_stale:
-            if self._second_moment is None:
-                self._active.copy_(self._candidates)
-            else:
-                mark_active(self._active, self._candidates, self._local.v, self._kernels.range_elements)
-            self._active_is_stale = False
-        self._exchange.begin(plan.key)
-
     def _receive(self, work: Contribution) -> bool:
         """Wait for the mean of u and move x by it; False if the step was called off."""
         assert self._exchange is not None
         worst = self._exchange.receive()
-        self._stop_if(worst is Status.GIVING_UP)
+        if worst is Status.GIVING_UP:
+            self._give_up()
         if work.fresh and worst >= Status.OVERFLOW:
             return False
         self._frozen_elements.restore(self._local.x)
@@ -525,9 +482,11 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._guard.record_deferred(found.norm, called_off=skipped)
         elif not self.is_pending:
             self._guard.record(overflow_here=found.overflow_here, skipped=skipped)
-            self._stop_if(self._is_single and self._guard.given_up)
+            if self._is_single and self._guard.given_up:
+                self._give_up()
         kind: StepKind = "full" if plan.averages else self._exchange_kind if plan.synchronizes else "local"
-        self._share_weights()
+        if self._sharded is not None:
+            self._sharded.all_gather_weights()
         self.last_step = StepReport(
             step=step,
             planned_kind=kind,
@@ -580,7 +539,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 "step(); expected it before the one or after the other"
             )
         if self.is_pending:
-            with self._restoring_weights(), safety.warns_of_absent_replicas():
+            with self._whole.restoring_weights(), safety.warns_of_absent_replicas():
                 self._receive_delayed()
             self._weights_are_ahead = True
 
@@ -603,17 +562,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             overflow_here, skipped = self._unrecorded
             self._unrecorded = None
             self._guard.record(overflow_here=overflow_here, skipped=skipped)
-            self._stop_if(self._is_single and self._guard.given_up)
-
-    @contextmanager
-    def _restoring_weights(self) -> Iterator[list[Tensor]]:
-        """Context in which the model's weights may be overwritten; gives copies, and restores them bit for bit."""
-        kept = [weights.clone() for weights in self._whole.weight_buffers]
-        try:
-            yield kept
-        finally:
-            for weights, before in zip(self._whole.weight_buffers, kept, strict=True):
-                weights.copy_(before)
+            if self._is_single and self._guard.given_up:
+                self._give_up()
 
     # Starting while the backward pass runs.
 
@@ -640,7 +590,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             return None
         step, scale = self.step_count, self._scale_of_gradients()
         plan = self._plan(step)
-        mean = self._gradients.mean(plan.averages) if self._sharded is None else self._sharded.gradient_mean
+        mean = self._gradients.of_all if plan.averages else self._gradients.of_node
+        mean = mean if self._sharded is None else self._sharded.gradient_mean
         if mean is not None:
             self._exclude_frozen()
             return mean.open(scale)
@@ -650,10 +601,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         rates = self._rates.show(step, self.param_groups)
         coefficients = self._coefficients(step, rates, 1.0 / scale, refresh=False)
         # a u that holds earlier steps may only take a finite one; clipping needs the whole norm first
-        if self._max_grad_norm is not None or not coefficients.moves:
+        if self._max_grad_norm is not None or not coefficients.total.any():
             return None
         self._exclude_frozen()
-        self._begin_exchange(plan)
+        exchange.begin(plan.key)
 
         def send(bucket: int) -> None:
             blocks = exchange.buckets[bucket]
@@ -679,7 +630,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss (any shape) times the loss scale."""
-        return self._guard.scale_loss(loss)
+        return loss if self._guard.loss_scaler is None else loss * self.loss_scale
 
     def _scale_of_gradients(self) -> float:
         """Loss scale of the current gradients: of ``loss_scaler``, or of torch's ``GradScaler`` if it called."""
@@ -699,6 +650,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         scale: Tensor | None = getattr(self, "grad_scale", None)
         return 1.0 if scale is None else float(scale)
 
+    @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, and set ``main_grad`` (fp32) to 0 where parameters have it."""
         super().zero_grad(set_to_none)
@@ -708,9 +660,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """From now on, accumulate gradients in fp32, in ``main_grad`` of each parameter."""
         self._whole.sum_gradients_in_fp32()
 
-    def _stop_if(self, given_up: bool) -> None:
-        if not given_up:
-            return
+    def _give_up(self) -> NoReturn:
         self._early.end_step()  # the next gradient may be one after a return to an earlier state
         raise self._guard.diverged(self.step_count)
 
@@ -760,7 +710,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.finish_delayed()
         if self._whole.check_unchanged():
             self._check_unmodified()
-        with self._unreported(), self._restoring_weights() if self._delay else nullcontext():
+        with self._whole.restoring_weights() if self._delay else nullcontext():
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
             self._share_weights()
             self._holds_replicated = True
@@ -800,13 +750,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         """
         if self.is_pending or self._weights_are_ahead:
             return
-        with self._restoring_weights() as found:
+        with self._whole.restoring_weights() as found:
             self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
-            known = self._weights_equal(found)
+            known = self._whole.has_equal_weights(found)
             # without accumulated steps the weights are x, and u may hold gradients that are being exchanged
             if not known and not self._local.is_fresh:
                 self._derive_weights()
-                known = self._weights_equal(found)
+                known = self._whole.has_equal_weights(found)
         if not known:
             raise UserError(
                 "the model's weights have been written to since the last step, and would be overwritten now, as they"
@@ -814,24 +764,16 @@ class FlatOptimizer(torch.optim.Optimizer):
                 " on all replicas, which takes those of replica 0"
             )
 
-    def _weights_equal(self, weights: list[Tensor]) -> bool:
-        """True if ``weights`` are bit-identical to the model's weights."""
-        pairs = zip(weights, self._whole.weight_buffers, strict=True)
-        return all(torch.equal(one.view(torch.uint8), other.view(torch.uint8)) for one, other in pairs)
-
     def _derive_weights(self) -> None:
         """Recompute the model's weights from the state."""
         coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
         self._run(WRITE_WEIGHTS, coefficients)
 
     def _share_weights(self) -> None:
-        """All-gather the weights inside the node from the processes that own them; no-op unless sharded."""
+        """All-gather the weights inside the node from the processes that own them, unreported; no-op unless sharded."""
         if self._sharded is not None:
-            self._sharded.all_gather_weights()
-
-    def _unreported(self) -> AbstractContextManager[None]:
-        """Context whose traffic inside the node is not reported."""
-        return nullcontext() if self._sharded is None else self._sent.unreported()
+            with self._sent.unreported():
+                self._sharded.all_gather_weights()
 
     # State. Flat buffers are returned without a copy.
 
@@ -853,7 +795,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         state = self.replicated_state()
         if self._sharded is not None:
             assert only is None, "tensor-parallel shards are not sharded again"
-            with self._unreported():
+            with self._sent.unreported():
                 own = np.frombuffer(bytes.fromhex(digest(state)), np.uint32)
                 rows = self._sharded.partial.ranks.gather(own.tolist())
             return hashlib.sha256(repr(rows).encode()).hexdigest()
@@ -911,9 +853,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._flat.write_weights(0, self._flat.blocks.num_blocks, own["weights"])
         else:
             self._derive_weights()
-        with self._unreported():
-            self._share_weights()
-        self._whole.mark_weights()
+        self._resumed()
 
     def averaged_state(self) -> dict[str, Tensor]:
         """Buffers of ``replica_state`` that a resize averages: all but errors, ``weights`` and ``scalars``.
@@ -973,8 +913,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._quantized is not None and "gradient_error" in errors:
             self._quantized.exchange.set_errors(errors["gradient_error"])
         self._derive_weights()
-        with self._unreported():
-            self._share_weights()
+        self._resumed()
+
+    def _resumed(self) -> None:
+        """The model's weights have been set from a loaded state."""
+        self._share_weights()
         self._whole.mark_weights()
 
     def _adopt_errors(self, mean: Tensor) -> None:
@@ -1046,42 +989,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: if the state is another optimizer's or replica's, or of other parameters.
         """
-        content = state_dict if isinstance(state_dict, Mapping) else {}
-        portable = content.get("portable")
-        if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(content):
-            raise UserError(
-                f"the optimizer state lacks {sorted(missing)}; expected what state_dict() or portable_state_dict() of"
-                f" {type(self).__name__} gave"
-            )
         own = safety.owner(self, self._topology, self._whole)
-        safety.check_owner(own, state_dict["owner"], portable=portable is not None)
-        if portable is None:
-            self._refuse_own_buffers(state_dict)
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise UserError(f"the state has {len(groups)} parameter groups; expected {len(self.param_groups)}")
-        for own_group, given in zip(self.param_groups, groups, strict=True):
-            for ours, theirs in zip(_names(own_group), _names(given), strict=False):
-                if ours != theirs:
-                    raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
-        for own_group, given in zip(self.param_groups, groups, strict=True):
+        safety.check_state_dict(state_dict, own, self.param_groups, self._local.x, self.step_count)
+        for own_group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own_group.update({key: given[key] for key in ("weight_decay", "lr_scale")})
         self._whole.check_unchanged()  # parameters with new storage become views again
-        if portable is None:
-            self.load_state(state_dict["replicated"], state_dict["replica"])
-        else:
+        if portable := state_dict.get("portable"):
             self.load_average(state_dict["replicated"], portable["average"], portable["errors"], portable["scalars"])
-
-    def _refuse_own_buffers(self, state: Mapping[str, Any]) -> None:
-        """Check that ``state`` is not a ``state_dict`` whose tensors later steps have changed."""
-        x, scalars = state["replicated"].get("x"), state["replica"].get("scalars")
-        if x is None or scalars is None or x.data_ptr() != self._local.x.data_ptr():
-            return
-        if scalars[0] != self.step_count:
-            raise UserError(
-                f"the state is of step {int(scalars[0])}, but its tensors are the optimizer's own, which has taken"
-                f" {self.step_count} steps; keep copy.deepcopy(optimizer.state_dict()) to return to it"
-            )
+        else:
+            self.load_state(state_dict["replicated"], state_dict["replica"])
 
     def _own_scalars(self) -> list[float]:
         """Scalars of the state beside step count, overflow guard and delay; subclasses add theirs."""
@@ -1137,12 +1053,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._local.forget(index)
         self._local.frozen = frozen
         self._candidates.copy_(active_candidates(self._flat, self._masks, frozen))
-        self._active_is_stale = True
-
-
-def _names(group: Mapping[str, Any]) -> list[str]:
-    """Names of a parameter group's parameters; empty if none were given."""
-    return list(group.get("param_names", ()))
+        if self._exchange is not None:
+            self._exchange.active_is_stale = True
 
 
 def _copy_into(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:

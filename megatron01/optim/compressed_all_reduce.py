@@ -12,6 +12,7 @@ import torch
 
 from megatron01.comm import Exchange, Status
 from megatron01.comm.payload import CompressionNorms, PackedBlocks
+from megatron01.optim.flat_parameters import mark_active
 from megatron01.optim.grad_scaling import OverflowGuard
 from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, LocalUpdate, Rule
 from megatron01.optim.overlap import Order
@@ -32,18 +33,15 @@ class CompressionWatch:
         partial: the ranks of this replica, if it is sharded; they measure together.
 
     Attributes:
+        interval: the one given.
         report: of the last measurement.
     """
 
     def __init__(self, interval: int, partial: ModelShardRanks | None = None) -> None:
-        self._interval = interval
+        self.interval = interval
         self._partial = partial
         self._ratios: deque[float] = deque(maxlen=_HISTORY)
         self.report: CompressionReport | None = None
-
-    def is_due(self, exchange: int) -> bool:
-        """True if the exchange of this number, the first is 0, is to be measured."""
-        return self._interval > 0 and exchange % self._interval == 0
 
     def record(self, buckets: Sequence[CompressionNorms]) -> None:
         """Record the norms of a measured exchange."""
@@ -103,6 +101,9 @@ class CompressedAllReduce:
         local: the state of this replica.
         guard: gives the status to send to the other replicas.
         watch: measures the quantization error.
+        candidates: int32[elements / 32], a bit for each element that may take part.
+        active: the same, of those that do take part; given to ``exchange``, and set here.
+        has_second_moment: True if elements whose second moment is 0 take no part.
         order: in which buckets are sent.
         delay: True if results are received one step later; until then the model uses this replica's own step.
 
@@ -112,6 +113,7 @@ class CompressedAllReduce:
         awaited: this replica's contribution to an exchange that has been sent and not received.
         begun: True if an exchange has begun and its last bucket has not been sent.
         num_exchanges: exchanges begun so far.
+        active_is_stale: True if ``active`` is to be computed again, from the candidates and v.
     """
 
     def __init__(
@@ -121,11 +123,16 @@ class CompressedAllReduce:
         guard: OverflowGuard,
         watch: CompressionWatch,
         *,
+        candidates: torch.Tensor,
+        active: torch.Tensor,
+        has_second_moment: bool,
         order: Order,
         delay: bool,
     ) -> None:
         self.exchange = exchange
         self.buckets = exchange.buckets
+        self._candidates, self._active, self._has_second_moment = candidates, active, has_second_moment
+        self.active_is_stale = True
         self._order = order
         self.begun = False
         self.num_exchanges = 0
@@ -145,8 +152,14 @@ class CompressedAllReduce:
     def begin(self, key: int) -> None:
         """Start an exchange; ``key`` seeds its random draws."""
         assert not self.begun
+        if self.active_is_stale:
+            if self._has_second_moment:
+                mark_active(self._active, self._candidates, self._local.v, self._local.kernels.range_elements)
+            else:
+                self._active.copy_(self._candidates)
+            self.active_is_stale = False
         self.begun = True
-        self._watched = self._watch.is_due(self.num_exchanges)
+        self._watched = self._watch.interval > 0 and self.num_exchanges % self._watch.interval == 0
         self.num_exchanges += 1
         self.exchange.begin(key, watch=self._watched)
 

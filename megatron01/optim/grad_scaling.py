@@ -191,10 +191,6 @@ class OverflowGuard:
         self._catch_up()
         return self.loss_scaler.scale
 
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss (any shape) times the loss scale."""
-        return loss if self.loss_scaler is None else loss * self.loss_scale
-
     @property
     def given_up(self) -> bool:
         """Whether too many steps in a row were skipped."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from megatron01.optim.local_update import Kernels, LocalUpdate, Multiplier
 from megatron01.optim.overlap import Opened, Order
 from megatron01.optim.safety import SameDataWatch
 from megatron01.optim.shard_ranks import ModelShardRanks
+
+if TYPE_CHECKING:
+    from megatron01.optim.zero import ShardedReplica
 
 
 def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -> torch.Tensor:
@@ -69,7 +72,7 @@ class GradientMean:
 
     def __init__(
         self,
-        mean: DenseAllReduce,
+        mean: DenseAllReduce | OneBitAllReduce,
         flat: FlatParameters,
         kernels: Kernels,
         guard: OverflowGuard,
@@ -78,14 +81,11 @@ class GradientMean:
         counted: torch.Tensor | None = None,
         measures: bool = False,
     ) -> None:
-        self._mean = mean
-        self._order = order
-        self._counted = counted
+        self._mean: Any = mean
+        self._flat, self._kernels, self._guard = flat, kernels, guard
+        self._order, self._counted = order, counted
         self._looks, self._measures = guard.loss_scaler is not None, measures
         self._inverse_scale = 1.0
-        self._flat = flat
-        self._kernels = kernels
-        self._guard = guard
         self.buckets = mean.buckets
         self._own: dict[int, OwnGradient] = {}  # by bucket
         self._sent: set[int] = set()
@@ -152,7 +152,7 @@ class GradientMean:
 
     @property
     def square_sum(self) -> float:
-        return self._mean.square_sum
+        return self._mean.square_sum  # type: ignore[no-any-return]
 
     def _send_rest(self, loss_scale: float) -> None:
         """Send the remaining buckets."""
@@ -201,22 +201,11 @@ class QuantizedGradientMean(GradientMean):
         guard: OverflowGuard,
         *,
         order: Order,
-        counted: torch.Tensor | None = None,
+        counted: torch.Tensor | None,
     ) -> None:
-        self.exchange = exchange
-        self._order = order
-        self.buckets = exchange.buckets
-        self.overflow_here = False
-        self._local = local
-        self._flat = local.flat
-        self._kernels = local.kernels
-        self._guard = guard
-        self._counted = counted
-        self._looks = self._measures = True
-        self._own: dict[int, OwnGradient] = {}
-        self._sent: set[int] = set()
-        self.begun = False
-        self._inverse_scale = 1.0
+        super().__init__(exchange, local.flat, local.kernels, guard, order=order, counted=counted, measures=True)
+        self._looks = True
+        self.exchange, self._local = exchange, local
         self._uses_u = False
         self._value = torch.empty(0)
 
@@ -243,10 +232,6 @@ class QuantizedGradientMean(GradientMean):
                 self.exchange.compress(bucket, first, last, self._value)
         own = self._of_own(bucket)
         self.exchange.send(bucket, self._guard.status(own.status), own.square_sum)
-
-    @property
-    def square_sum(self) -> float:
-        return self.exchange.square_sum
 
     def finish(self, loss_scale: float) -> tuple[Status, float]:
         """Send the remaining buckets, and wait for all.
@@ -348,19 +333,6 @@ class NormRatio:
             self.is_known = True
 
 
-class ScatteredGradient(Protocol):
-    """The reduce-scattered mean inside a node: this process keeps its shard (ZeRO).
-
-    Attributes:
-        gradient_mean: reduces it, bucket by bucket.
-    """
-
-    gradient_mean: GradientMean
-
-    def reduce_scatter(self, loss_scale: float) -> tuple[Status, float]:
-        """Reduce the remaining buckets; returns the most severe status, and the inverse of the mean's scale."""
-
-
 class GradientSource:
     """Averages the gradients of a step if asked to, and computes their norm.
 
@@ -375,7 +347,7 @@ class GradientSource:
         ratio: estimates the norm of the mean at steps that do not take it.
 
     Attributes:
-        of_all: the one given.
+        of_all, of_node: those given.
         counted: bool[blocks], those that enter the norm and other sums over the whole model; None for all.
         square_sums: fp32[blocks], sums of squares of gradients.
         may_be_deferred: True if a rank-local norm may stay on the device (no host sync).
@@ -388,45 +360,30 @@ class GradientSource:
         *,
         of_all: GradientMean | None,
         of_node: GradientMean | None,
-        sharded: ScatteredGradient | None,
+        sharded: ShardedReplica | None,
         partial: ModelShardRanks | None,
         max_norm: float | None,
         ratio: NormRatio,
         counted: np.ndarray | None,
     ) -> None:
-        self._flat = flat
-        self._kernels = kernels
-        self.of_all = of_all
-        self._of_node = of_node
-        self._sharded = sharded
-        self._partial = partial
-        self._max_norm = max_norm
-        self._ratio = ratio
+        self._flat, self._kernels = flat, kernels
+        self.of_all, self.of_node, self._sharded, self._partial = of_all, of_node, sharded, partial
+        self._max_norm, self._ratio = max_norm, ratio
         self.counted = counted
         self._not_counted = None if self.counted is None else torch.from_numpy(~self.counted).to(flat.device)
         self.square_sums = torch.zeros(flat.blocks.num_blocks, dtype=torch.float32, device=flat.device)
         is_own = of_node is None and sharded is None and partial is None
         self.may_be_deferred = kernels.runs_behind and is_own
 
-    def mean(self, averages: bool) -> GradientMean | None:
-        """The mean that a step takes: over all if it ``averages``, else inside the node; None for none."""
-        return self.of_all if averages else self._of_node
-
     def sum_squares(self, first: int, last: int) -> torch.Tensor:
         """Update ``square_sums`` of the blocks [first, last); returns fp32[]: OVERFLOW if any is not finite."""
         self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
         return overflow_status(self.square_sums[first:last].sum(dtype=torch.float64))
 
-    def deferred(self, loss_scale: float, unsummed: Sequence[tuple[int, int]] | None) -> StepGradient:
-        """This replica's own gradient with a deferred norm (no host sync); ``unsummed`` as for ``finish``."""
-        sums = self._sum_up(unsummed)
-        norm = DeferredNorm(add_up(sums).sqrt(), 1.0 / loss_scale, self._max_norm, self._ratio.value)
-        return StepGradient(True, norm.multiplier, norm)
-
     def _sum_up(
         self, unsummed: Sequence[tuple[int, int]] | None, packed: list[PackedBlocks] | None = None
     ) -> torch.Tensor:
-        """fp32[blocks]: sums of squares of all blocks, of ``packed`` if it is given; ``unsummed`` as for ``finish``."""
+        """fp32[blocks]: sums of squares of all blocks, of ``packed`` if it is given; ``unsummed`` as for ``find``."""
         if packed is not None:
             size = self._flat.blocks.block_size
             self.square_sums = torch.cat([self._kernels.sum_squares(bucket, size) for bucket in packed])
@@ -437,20 +394,23 @@ class GradientSource:
             self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
         return self.square_sums
 
-    def finish(
-        self,
-        averages: bool,
-        loss_scale: float,
-        unsummed: Sequence[tuple[int, int]] | None,
+    def find(
+        self, averages: bool, loss_scale: float, unsummed: Sequence[tuple[int, int]] | None, *, may_defer: bool
     ) -> StepGradient:
-        """Average what has not been averaged yet, and compute the norm (a host sync).
+        """Average what has not been averaged yet, and compute the norm: a host sync, unless it can be deferred.
 
         Args:
             averages: whether the step averages over all processes.
             loss_scale: that of this replica's gradients.
             unsummed: ranges of blocks whose squares were not summed when their bucket was sent; None for all blocks.
+            may_defer: whether a rank-local norm may be deferred.
         """
-        mean, inverse_scale = self.mean(averages), 1.0 / loss_scale
+        mean, inverse_scale = self.of_all if averages else self.of_node, 1.0 / loss_scale
+        if may_defer and self.may_be_deferred and not averages:
+            deferred = DeferredNorm(
+                add_up(self._sum_up(unsummed)).sqrt(), inverse_scale, self._max_norm, self._ratio.value
+            )
+            return StepGradient(True, deferred.multiplier, deferred)
         status, overflow_here, packed = Status.OK, False, None
         if self._sharded is not None:
             status, inverse_scale = self._sharded.reduce_scatter(loss_scale)

@@ -110,10 +110,6 @@ class SinceSynchronization:
     decay: np.ndarray
     steps: int = 0
 
-    def with_step(self, step_sizes: np.ndarray, shrinkage: np.ndarray) -> SinceSynchronization:
-        """These with a step added; ``shrinkage`` is learning rate times weight decay (fp64[groups] each)."""
-        return SinceSynchronization(self.total + step_sizes, self.decay * (1.0 - shrinkage), self.steps + 1)
-
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -126,7 +122,7 @@ class Coefficients:
         variance_decay: decay of v at this step; None leaves v alone.
         inverse_correction: 1 / (1 - product of v's decays), or 1 without bias correction.
         weight: of this step's momentum in u.
-        total: of the weights in u, this step included (G).
+        total: of the weights in u, this step included (G); 0 for frozen parameters.
         step_size: factor on u where it moves x.
         bound: largest movement of a weight.
         decay: P, product of (1 - lr * weight decay) since the last synchronization, this step included.
@@ -153,11 +149,6 @@ class Coefficients:
     local_scale: float = 1.0
     kept: float = 0.0
     mean: Sequence[PackedBlocks] | None = None
-
-    @property
-    def moves(self) -> bool:
-        """True if u has a nonzero weight in any parameter group."""
-        return bool(self.total[:-1].any())
 
     def of(self, group: int, phase: Phase) -> Numbers:
         """Coefficients of a parameter group in ``phase``; -1 for frozen parameters."""

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Rule, SecondMoment
-from megatron01.optim.policies import StepPlan
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
 
@@ -48,9 +47,5 @@ class QuantizedAdam(FlatOptimizer):
             averages=True,
             second_moment=v,
             momentum_bias_correction=True,
-            agreement=(),
             **(wire | common),
         )
-
-    def _plan(self, step: int) -> StepPlan:
-        return StepPlan(averages=True)

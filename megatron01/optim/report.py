@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat
 
-from megatron01.comm import Topology, Transport
-from megatron01.comm.topology import Sent
+from megatron01.comm import Topology
+from megatron01.comm.transport import Sent
 
 StepKind = Literal["full", "one_bit", "local", "skipped"]
 
@@ -94,36 +94,23 @@ class DeferredReport:
 
 
 class SentSinceReport:
-    """Traffic since the last report, including what was sent during the backward pass.
+    """Traffic since the last report, including what was sent during the backward pass."""
 
-    Args:
-        topology: the replicas.
-        inside: between the processes of a node that share a sharded optimizer; None if it is not sharded.
-    """
-
-    def __init__(self, topology: Topology, inside: Transport | None = None) -> None:
-        self._topology = topology
-        self._inside = inside
-        self._before = self._now()
+    def __init__(self, topology: Topology) -> None:
+        self._topology, self._before = topology, topology.sent()
 
     def take(self) -> Sent:
         """Traffic since the last call."""
-        before, self._before = self._before, self._now()
+        before, self._before = self._before, self._topology.sent()
         return Sent(*map(operator.sub, self._before, before))
 
     @contextmanager
     def unreported(self) -> Iterator[None]:
         """Context whose traffic is not reported."""
-        start = self._now()
+        start = self._topology.sent()
         yield
-        sent = map(operator.sub, self._now(), start)
+        sent = map(operator.sub, self._topology.sent(), start)
         self._before = Sent(*map(operator.add, self._before, sent))
-
-    def _now(self) -> Sent:
-        sent, inside = self._topology.sent(), self._inside
-        if inside is None:
-            return sent
-        return sent._replace(bytes_sent=sent.bytes_sent + inside.bytes_sent, rounds=sent.rounds + inside.rounds)
 
 
 class TrainingDiverged(RuntimeError):

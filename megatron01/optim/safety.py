@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -387,38 +388,55 @@ def owner(optimizer: object, topology: Topology, flat: FlatParameters) -> dict[s
     }
 
 
-def check_owner(own: Mapping[str, Any], given: Mapping[str, Any], *, portable: bool) -> None:
-    """Check that a state fits an optimizer; a ``portable`` one may come from any number of replicas.
+def check_state_dict(
+    state: Any, own: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], x: Tensor, step_count: int
+) -> None:
+    """Check that an optimizer can load what should be the ``state_dict`` of its replica, or a portable one.
+
+    Args:
+        own: ``owner`` of the optimizer.
+        x: its master weights; a state of which they are part must be of its own step.
 
     Raises:
-        UserError: if it does not, naming what differs.
+        UserError: if it cannot, naming what differs.
     """
+    content = state if isinstance(state, Mapping) else {}
+    portable = content.get("portable")
+    if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(content):
+        raise UserError(
+            f"the optimizer state lacks {sorted(missing)}; expected what state_dict() or portable_state_dict() of"
+            f" {own['optimizer']} gave"
+        )
+    given, groups = state["owner"], state["param_groups"]
     if given["optimizer"] != own["optimizer"]:
         raise UserError(f"the state is one of {given['optimizer']}; expected one of {own['optimizer']}")
-    if given["shapes"] != own["shapes"]:
-        number, (ours, theirs) = next(
-            (
-                (number, pair)
-                for number, pair in enumerate(zip(own["shapes"], given["shapes"], strict=False))
-                if pair[0] != pair[1]
-            ),
-            (min(len(own["shapes"]), len(given["shapes"])), ("none", "none")),
-        )
-        raise UserError(
-            f"the state is of {len(given['shapes'])} parameters and the model has {len(own['shapes'])}; parameter"
-            f" {number} has shape {theirs} in the state and {ours} in the model"
-        )
+    for number, (ours, theirs) in enumerate(zip_longest(own["shapes"], given["shapes"], fillvalue="none")):
+        if ours != theirs:
+            raise UserError(
+                f"the state is of {len(given['shapes'])} parameters and the model has {len(own['shapes'])}; parameter"
+                f" {number} has shape {theirs} in the state and {ours} in the model"
+            )
     if given["block_size"] != own["block_size"]:
         raise UserError(f"the state has block_size {given['block_size']}; expected {own['block_size']}")
-    if portable:
-        return
-    whose = f"the state is that of replica {given['rank']} of {given['world_size']}"
-    this = f"this is replica {own['rank']} of {own['world_size']}"
-    if (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
+    if not portable and (given["rank"], given["world_size"]) != (own["rank"], own["world_size"]):
         raise UserError(
-            f"{whose}, and {this}: each replica saves and loads a state_dict() of its own; portable_state_dict(),"
+            f"the state is that of replica {given['rank']} of {given['world_size']}, and this is replica {own['rank']}"
+            f" of {own['world_size']}: each replica saves and loads a state_dict() of its own; portable_state_dict(),"
             " called on all replicas, gives one that any replica loads, of any number of them"
         )
+    if not portable and "x" in state["replicated"] and "scalars" in state["replica"]:
+        saved_at = int(state["replica"]["scalars"][0])
+        if state["replicated"]["x"].data_ptr() == x.data_ptr() and saved_at != step_count:
+            raise UserError(
+                f"the state is of step {saved_at}, but its tensors are the optimizer's own, which has taken"
+                f" {step_count} steps; keep copy.deepcopy(optimizer.state_dict()) to return to it"
+            )
+    if len(groups) != len(param_groups):
+        raise UserError(f"the state has {len(groups)} parameter groups; expected {len(param_groups)}")
+    for own_group, group in zip(param_groups, groups, strict=True):
+        for ours, theirs in zip(own_group.get("param_names", ()), group.get("param_names", ()), strict=False):
+            if ours != theirs:
+                raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
 
 
 def wait_for_all(topology: Topology, ranks: Sequence[int] | None, step: int) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Unpack
 
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Rule
-from megatron01.optim.policies import StepPlan
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
 
@@ -29,9 +28,4 @@ class SGDM(FlatOptimizer):
         beta: float = 0.9,
         **common: Unpack[CommonArguments],
     ) -> None:
-        super().__init__(
-            params, schedule, rule=Rule.PLAIN, beta1=beta, quantizer=None, averages=True, agreement=(), **common
-        )
-
-    def _plan(self, step: int) -> StepPlan:
-        return StepPlan(averages=True)
+        super().__init__(params, schedule, rule=Rule.PLAIN, beta1=beta, quantizer=None, averages=True, **common)

@@ -11,6 +11,7 @@ A shard consists of whole blocks of the flat buffers, a slice of every bucket.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -42,7 +43,6 @@ class ShardedReplica:
 
     Attributes:
         topology: the one given.
-        transport: the processes of this node.
         across: the topology of the processes that own the same shard, one on each node.
         owned: the blocks whose state this process keeps.
         flat: these blocks of the flat parameters.
@@ -72,12 +72,13 @@ class ShardedReplica:
                 " start several on each node, or leave it out",
                 scope="job",
             )
-        self.topology, self.transport, self.across = topology, topology.local, Topology.flat(topology.across)
+        self.topology = topology
+        self.across = replace(Topology.flat(topology.across), inside=topology.local)
         self._whole = whole
         dtypes = {weights.dtype for weights in whole.weight_buffers}
         weights_dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
         means = {
-            dtype: ScatteredMean(whole.blocks, self.transport, dtype, bucket_elements=bucket_elements, backend=backend)
+            dtype: ScatteredMean(whole.blocks, topology.local, dtype, bucket_elements=bucket_elements, backend=backend)
             for dtype in {wire_dtype, weights_dtype}
         }
         scattered, self._gathered = means[wire_dtype], means[weights_dtype]
