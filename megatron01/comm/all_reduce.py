@@ -120,14 +120,7 @@ class DenseAllReduce:
             self.send(bucket)
         return self.finish()
 
-    def begin(
-        self,
-        source: Blocks,
-        target: Blocks,
-        *,
-        status: Status = Status.OK,
-        inverse_scale: float = 1.0,
-    ) -> None:
+    def begin(self, source: Blocks, target: Blocks, *, status: Status = Status.OK, inverse_scale: float = 1.0) -> None:
         """Start an all-reduce; the arguments are those of ``all_reduce``.
 
         Blocks are read in ``send``, and written in a later ``send`` or in ``finish``; ``source`` and ``target`` may be
@@ -298,12 +291,7 @@ class DenseExchange(Exchange):
         """Only keep a reference to ``value``: ``send`` reads it."""
         self._value = value
 
-    def send(
-        self,
-        bucket: int,
-        status: Status | torch.Tensor,
-        square_sum: torch.Tensor | float = 0.0,
-    ) -> None:
+    def send(self, bucket: int, status: Status | torch.Tensor, square_sum: torch.Tensor | float = 0.0) -> None:
         """See ``Exchange``. The means of earlier buckets may be written to ``value`` meanwhile."""
         self._mean.send(bucket, status)
 

@@ -56,12 +56,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def send(
-        self,
-        bucket: int,
-        status: Status | torch.Tensor,
-        square_sum: torch.Tensor | float = 0.0,
-    ) -> None:
+    def send(self, bucket: int, status: Status | torch.Tensor, square_sum: torch.Tensor | float = 0.0) -> None:
         """Send a bucket, all of whose blocks are compressed, to the servers.
 
         ``status`` may still be on the device (fp32[]). ``square_sum`` (fp32[] on the device) is the sum of squares of

@@ -233,12 +233,7 @@ class OneBitAllReduce(Exchange):
         packed = self._payloads[bucket].sent
         self._codec.compress(first, last, value, self._worker_error, packed, key, new_error=new_error)
 
-    def send(
-        self,
-        bucket: int,
-        status: Status | torch.Tensor,
-        square_sum: torch.Tensor | float = 0.0,
-    ) -> None:
+    def send(self, bucket: int, status: Status | torch.Tensor, square_sum: torch.Tensor | float = 0.0) -> None:
         """Start a bucket's all-to-all; hierarchical: the one inside the node, and send the previous bucket across."""
         payload, header = self._payloads[bucket], Header(status, square_sum=square_sum)
         if self._local is None:
