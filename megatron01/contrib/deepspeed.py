@@ -7,7 +7,6 @@ import difflib
 import json
 import os
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,7 +18,6 @@ from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import read_config
 from megatron01.errors import UserError, nearest
 from megatron01.parallel import LaunchEnvironment
-from megatron01.utils.formatting import wrapped_columns
 
 Values = dict[str, Any]  # settings of this project by key, such as ``optimizer.lr``
 
@@ -365,8 +363,7 @@ class DeepSpeedSource:
             replicas = max(1, environment.world_size // max(1, tensor_parallel))
         translation = translate(content, settings, replicas=replicas, from_files=from_files, from_flags=from_flags)
         if environment.rank == 0:
-            width = min(140, shutil.get_terminal_size(fallback=(120, 24)).columns)
-            print(describe(path, translation, width), file=sys.stderr, flush=True)
+            print(describe(path, translation), file=sys.stderr, flush=True)
         return translation.values
 
 
@@ -428,20 +425,18 @@ class Translation(NamedTuple):
         return [row.field for row in self.rows if not row.honoured]
 
 
-def describe(path: str, translation: Translation, width: int) -> str:
-    """The translation as a table, at most ``width`` characters wide if possible, and the fields not honoured."""
+def describe(path: str, translation: Translation) -> str:
+    """The translation, a line for each field, and the fields not honoured."""
     if not translation.rows:
         return f"{path} sets nothing"
-    rows = [("DeepSpeed", "value", "here", "remark")]
+    width = max(len(f"{row.field} {row.value}") for row in translation.rows)
+    lines = [f"{path}, translated:"]
     for row in translation.rows:
         here = row.here or ("-" if row.honoured else "NOT HONOURED")
-        rows.append((row.field, row.value, here, row.remark))
-    names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
-    left = [names, min(values, 24), 32]
-    table = wrapped_columns(rows, [*left, max(24, width - sum(left) - 2 * len(left))])
+        lines.append(f"  {f'{row.field} {row.value}':<{width}}  {here}" + (f" ({row.remark})" if row.remark else ""))
     missed = translation.not_honoured
-    summary = f"not honoured: {', '.join(missed)}" if missed else "every field is honoured"
-    return "\n".join([f"{path}, translated:", *table, summary])
+    lines.append(f"not honoured: {', '.join(missed)}" if missed else "every field is honoured")
+    return "\n".join(lines)
 
 
 def translate(

@@ -63,12 +63,11 @@ def test_what_becomes_of_each_field_is_printed_to_stderr(files: list[str], capsy
     printed = capsys.readouterr()
     assert printed.out == ""
     table = " ".join(printed.err.split())
-    assert table.startswith(f"{files[3]}, translated: DeepSpeed value here remark")
-    assert "optimizer.params.lr 0.0002 lr 0.0002 wins over lr 0.0001 of --config" in table
-    assert "gradient_clipping 0.5 clip_grad 0.5 the flag --clip-grad 0.1 wins" in table
-    assert "autotuning {...} NOT HONOURED set batch sizes by hand" in table
+    assert table.startswith(f"{files[3]}, translated: ")
+    assert "optimizer.params.lr 0.0002 lr 0.0002 (wins over lr 0.0001 of --config)" in table
+    assert "gradient_clipping 0.5 clip_grad 0.5 (the flag --clip-grad 0.1 wins)" in table
+    assert "autotuning {...} NOT HONOURED (set batch sizes by hand)" in table
     assert printed.err.endswith("not honoured: autotuning\n")
-    assert max(map(len, printed.err.splitlines()[1:-1])) <= 120
 
 
 def test_an_empty_file_is_no_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
