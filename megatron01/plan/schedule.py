@@ -65,7 +65,7 @@ def _comparison_row(other: Comparison) -> list[str]:
     return [
         f"  {other.name}",
         format_bytes(other.bytes_sent),
-        f"{less:.3g} times less" if less >= 1.0 else f"{1.0 / less:.3g} times more",
+        "" if less == 1.0 else f"{less:.3g} times less" if less > 1.0 else f"{1.0 / less:.3g} times more",
         _share(other.volume_saved, "less", "more", "as much", "volume"),
         _share(other.rounds_saved, "fewer", "more", "as many", "rounds"),
     ]
@@ -108,11 +108,12 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
         notes.append("1-bit Adam is left out: give --freeze-step, the number of its full steps")
     name, policy = optimizer.optimizer, optimizer.sync_policy
     with_policy = f" (sync policy {policy})" if "sync_policy" in find_optimizer(name).planned_settings else ""
-    gradient_bits = gradient_code_bits(optimizer) or 8 * gradient_bytes(optimizer, training.precision)
     title = (
-        f"{name}{with_policy}: {run.steps:,} steps, {format_count(run.parameters)} parameters, {plan.replicas}"
-        f" replicas, {gradient_bits}-bit gradients at full steps"
+        f"{name}{with_policy}: {run.steps:,} steps, {format_count(run.parameters)} parameters, {plan.replicas} replicas"
     )
+    if run.full.any():
+        gradient_bits = gradient_code_bits(optimizer) or 8 * gradient_bytes(optimizer, training.precision)
+        title += f", {gradient_bits}-bit gradients at full steps"
     if plan.csv is not None:
         write_csv(plan.csv, run)
     if plan.json:

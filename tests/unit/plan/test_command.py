@@ -45,6 +45,12 @@ def test_flags_override_the_file(run: Any) -> None:
     assert "16,000  102,000" in printed and "as many rounds" in printed
 
 
+def test_what_does_not_differ_is_not_said_to(run: Any) -> None:
+    assert "gradients at full steps" not in run(*SMALL, "--optimizer", "bin_sgdm")  # it has none
+    printed = run(*SMALL, "--optimizer", "adam")
+    assert "as much volume" in printed and "1 times less" not in printed
+
+
 def test_json_holds_the_same(run: Any) -> None:
     plan = json.loads(run(*SMALL, *RATES, "--json", "--freeze-step", "50", "--replicas", "4"))
     assert (plan["optimizer"], plan["sync_policy"], plan["replicas"]) == ("zero_one_adam", "schedule:2", 4)
