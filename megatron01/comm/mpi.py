@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from megatron01.comm.transport import Transport, Work
+from megatron01.parallel.mpi import FINALIZING
 
 _SECONDS_BETWEEN_CALLS = 1e-4
 
@@ -124,4 +125,7 @@ class _Progress:
                 if self._under_way == 0:
                     self._running = False
                     return
-            MPI.COMM_SELF.Iprobe()  # nothing is sent there; every call advances pending collectives
+            with FINALIZING:
+                if MPI.Is_finalized():  # at the end of a run, nobody waits for the last check of replicas
+                    return
+                MPI.COMM_SELF.Iprobe()  # nothing is sent there; every call advances pending collectives

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import threading
 from typing import Any
 
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
+
+FINALIZING = threading.Lock()
+"""Held while MPI is finalized, so that no other thread calls it meanwhile."""
 
 
 def connect(environment: LaunchEnvironment) -> Any:
@@ -36,8 +40,9 @@ def finalize_at_exit() -> None:
 
     @atexit.register
     def finalize() -> None:
-        if not MPI.Is_finalized():
-            MPI.Finalize()
+        with FINALIZING:
+            if not MPI.Is_finalized():
+                MPI.Finalize()
 
 
 def _load() -> Any:

@@ -177,6 +177,24 @@ def test_an_error_of_one_process_ends_the_others() -> None:
     assert ended.returncode != 0 and "rank 1 found a mistake" in ended.stderr
 
 
+NOBODY_WAITS = """
+import os, torch
+from megatron01.comm.topology import build_topology
+from megatron01.config import DistributedConfig
+from megatron01.parallel import LaunchEnvironment, initialize
+config = DistributedConfig(comm_backend="mpi", threads_per_replica=1)
+with initialize(LaunchEnvironment.read(os.environ), config) as group:
+    rows = torch.zeros(2, 48, dtype=torch.uint8)
+    into = torch.zeros_like(rows)
+    work = build_topology(group, config).world.all_to_all(into, rows)
+"""
+
+
+def test_a_collective_that_nobody_waits_for_does_not_fail_a_finished_job() -> None:
+    ended = run_mpirun(2, "-c", NOBODY_WAITS)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_ranks_that_mpi_counts_otherwise_are_the_users_to_mend() -> None:
     for rank, message in enumerate(results(2)["miscounted"]):
         assert message.startswith(
