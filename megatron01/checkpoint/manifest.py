@@ -265,12 +265,12 @@ def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str,
     """Describe the first entry in which two tables of names and shapes differ, or return None if they are equal."""
     for name, shape in saved.items():
         if name not in current:
-            return f"it holds {name} of shape {list(shape)}, which this run does not have"
+            return f"it holds {name} of shape {list(shape)}, which is not expected here"
         if shape != current[name]:
-            return f"{name} has shape {list(shape)} there and {list(current[name])} in this run"
+            return f"{name} has shape {list(shape)} there and {list(current[name])} here"
     for name, shape in current.items():
         if name not in saved:
-            return f"it lacks {name}, of shape {list(shape)} in this run"
+            return f"it lacks {name}, of shape {list(shape)} here"
     return None
 
 

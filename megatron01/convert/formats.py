@@ -62,22 +62,18 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
     ``load``: a checkpoint of megatron01, a folder of them or of a run, a folder of Hugging Face transformers, or a
     checkpoint of Megatron-LM. A ``tokenizer`` takes the place of the model's own.
     """
+    path = Path(load)
     try:
-        return _read_model(load, tokenizer)
+        if not path.exists():
+            raise UserError(f"load is {load!r}, which does not exist; expected a model's folder")
+        if (own := _own_checkpoints(path)) is not None:
+            return read_checkpoint(str(own), tokenizer)
+        if is_hf_folder(path):
+            return read_hf_folder(path, tokenizer)
+        if is_megatron(path):
+            return read_megatron(path, tokenizer)
     except OSError as error:
         raise UserError(f"{error.filename or load} cannot be read: {error.strerror}") from error
-
-
-def _read_model(load: str, tokenizer: TokenizerFiles | None) -> PortableModel:
-    path = Path(load)
-    if not path.exists():
-        raise UserError(f"load is {load!r}, which does not exist; expected a model's folder")
-    if (own := _own_checkpoints(path)) is not None:
-        return read_checkpoint(str(own), tokenizer)
-    if is_hf_folder(path):
-        return read_hf_folder(path, tokenizer)
-    if is_megatron(path):
-        return read_megatron(path, tokenizer)
     raise UserError(
         f"{load} holds no model in a known format; expected a folder of checkpoints (with iter_... folders), one of"
         " Hugging Face (with config.json), or one of Megatron-LM (with mp_rank_... folders)"

@@ -437,29 +437,21 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision) -> 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     """The tensors of a folder by name; files are memory-mapped, so that only tensors that are used take memory."""
-    for name, load in ((_SAFETENSORS, _load_safetensors), (_PICKLED, _load_pickled)):
+    for name in (_SAFETENSORS, _PICKLED):
         index = folder / f"{name}.index.json"
         if not index.is_file() and not (folder / name).is_file():
             continue
         weights: dict[str, Tensor] = {}
         for file in _shards(index) if index.is_file() else [folder / name]:
-            weights |= load(file)
+            try:
+                contents = load_file(file) if name == _SAFETENSORS else load_tensors(file)
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{file} is damaged or not a safetensors file ({error}); copy it again") from error
+            if not isinstance(contents, Mapping) or not all(isinstance(tensor, Tensor) for tensor in contents.values()):
+                raise UserError(f"{file} does not hold tensors by name; expected weights that transformers has saved")
+            weights |= contents
         return weights
     raise UserError(f"{folder} holds no {_SAFETENSORS} and no {_PICKLED}; expected the weights of the model")
-
-
-def _load_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is damaged or not a safetensors file ({error}); copy it again") from error
-
-
-def _load_pickled(path: Path) -> dict[str, Tensor]:
-    contents = load_tensors(path)
-    if not isinstance(contents, Mapping) or not all(isinstance(tensor, Tensor) for tensor in contents.values()):
-        raise UserError(f"{path} does not hold tensors by name; expected the weights of a model of transformers")
-    return dict(contents)
 
 
 def _shards(index: Path) -> list[Path]:

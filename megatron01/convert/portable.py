@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from megatron01.checkpoint.manifest import first_difference
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
 from megatron01.config.commands import LoadConfig
 from megatron01.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
@@ -152,20 +153,8 @@ def new_model(config: GPTModelConfig | BertModelConfig, vocab_size: int, *, bina
 
 def check_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Check names and shapes of tensors. Raises UserError naming the first that is missing, unexpected or differs."""
-    for name, shape in expected.items():
-        if name not in weights:
-            raise UserError(
-                f"the model in {source} lacks {name}, of shape {list(shape)} here; it belongs to another model"
-            )
-        found = weights[name].shape
-        if found != shape:
-            raise UserError(
-                f"{name} has shape {list(found)} in {source} and {list(shape)} here; it belongs to another model"
-            )
-    if extra := sorted(weights.keys() - expected.keys()):
-        raise UserError(
-            f"the model in {source} has {extra[0]}, which is not expected here; it belongs to another model"
-        )
+    if difference := first_difference({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected):
+        raise UserError(f"{source} is of another model: {difference}")
 
 
 def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:

@@ -103,7 +103,7 @@ def test_a_checkpoint_of_the_run_itself_wins(corpus, models, tmp_path):
     ("changes", "message"),
     [
         ({"num_layers": 2}, "lacks transformer.layers.1"),
-        ({"hidden_size": 16}, r"shape \[264, 32\] in .* and \[264, 16\] here"),
+        ({"hidden_size": 16}, r"shape \[264, 32\] there and \[264, 16\] here"),
         ({"num_attention_heads": 4}, "num_attention_heads 2, and this run 4; give --num-attention-heads 2"),
         ({"layernorm_epsilon": 1e-3}, "layernorm_epsilon"),
         ({"pretrained_checkpoint": "bert"}, "is not the vocabulary with which"),

@@ -256,7 +256,7 @@ def test_what_is_not_here_is_refused_by_name(name, value, gpt, tmp_path):
         (lambda state: state.pop("model"), "no entry 'model'"),
         (lambda state: state.update(checkpoint_version=4.0), "checkpoint_version 4.0"),
         (lambda state: state["model"].update(vision=torch.zeros(2)), "holds vision"),
-        (lambda state: state["model"].update(lm_head={"dense.weight": torch.zeros(2)}), "it belongs to another model"),
+        (lambda state: state["model"].update(lm_head={"dense.weight": torch.zeros(2)}), "is of another model"),
         (lambda state: state["args"].__dict__.update(num_layers=3), "lacks transformer.layers.2"),
         (lambda state: state["args"].__dict__.update(num_layers=10**12), "num_layers 1000000000000, but holds"),
         (lambda state: [state["model"].clear(), state["model"].update(model=state["model"])], "nested too deeply"),
