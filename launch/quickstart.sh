@@ -2,7 +2,7 @@
 # Pretrain a small GPT-2 and a small BERT on the shipped corpus with 0/1 Adam, on 2 replicas of this machine.
 # Token files, checkpoints and runs go to the current folder; run again, it continues where it stopped:
 #
-#   launch/quickstart.sh [FLAGS...]             flags of megatron01 pretrain, such as --train-iters 50
+#   launch/quickstart.sh [FLAGS...]             flags of megatron01 pretrain, such as --train-iters 200
 #   REPLICAS=4 launch/quickstart.sh --dry-run   show the commands, and start nothing
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
