@@ -19,6 +19,7 @@ import torch
 
 from megatron01.errors import UserError
 
+_LARGEST_PICKLE = 256 << 20  # bytes of the pickle in a file, without tensor data
 _LEGACY_PICKLES = 4  # of the legacy format, without zip: magic number, protocol, system, contents
 
 
@@ -41,6 +42,8 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
     """
     try:
         is_zip = zipfile.is_zipfile(path)
+        if is_zip:
+            _check_sizes(path)
         admitted: list[Any] = []
         if stand_ins:
             operations = _operations(path, is_zip)
@@ -48,7 +51,9 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
             admitted = [(StandIn, name) for name in names if name.split(".")[0] in stand_ins]
             admitted.append((argparse.Namespace, "argparse.Namespace"))
         with torch.serialization.safe_globals(admitted):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        _check_strides(content)
+        return content
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a damaged pickle can raise nearly anything
@@ -58,6 +63,29 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
         if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
             reason = str(error.__context__)  # without torch's advice to load the file unsafely
         raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error
+
+
+def _check_sizes(path: Path) -> None:
+    """Refuse compressed entries (torch.save writes none; they may be zip bombs) and huge pickles."""
+    with zipfile.ZipFile(path) as archive:
+        for entry in archive.infolist():
+            if entry.file_size != entry.compress_size:
+                raise pickle.UnpicklingError(f"{entry.filename[:100]!r} in it is compressed")
+            if entry.filename.endswith("/data.pkl") and entry.file_size > _LARGEST_PICKLE:
+                raise pickle.UnpicklingError(f"its description has {entry.file_size} bytes")
+
+
+def _check_strides(content: Any) -> None:
+    """Refuse tensors larger than their storage (overlapping strides): a copy of a few bytes could be of any size."""
+    waiting, seen = [content], set()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and value.nbytes > value.untyped_storage().nbytes():
+                raise pickle.UnpicklingError(f"a tensor of shape {list(value.shape)} in fewer bytes than it needs")
+        elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))
+            waiting.extend([*value.values(), *value] if isinstance(value, dict) else value)
 
 
 def _operations(path: Path, is_zip: bool) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -13,6 +14,30 @@ from megatron01.errors import UserError
 from megatron01.finetune.results import to_csv
 from megatron01.monitor.writers import JsonLinesWriter
 from megatron01.utils.formatting import one_line
+
+
+def test_a_compressed_file_of_torch_is_refused(tmp_path):
+    plain, bomb = tmp_path / "plain.pt", tmp_path / "bomb.pt"
+    torch.save({"a": torch.zeros(1 << 20)}, plain)
+    assert load_tensors(plain)["a"].numel() == 1 << 20
+    with zipfile.ZipFile(plain) as source, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as target:
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    assert bomb.stat().st_size < 100_000
+    with pytest.raises(UserError, match="in it is compressed") as refused:
+        load_tensors(bomb)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_tensor_of_more_elements_than_bytes_is_refused(tmp_path, is_zip):
+    path = tmp_path / "expanded.pt"
+    whole = torch.arange(12.0).view(3, 4)
+    torch.save([{"kept": whole.t(), "part": whole[1]}], path, _use_new_zipfile_serialization=is_zip)
+    assert torch.equal(load_tensors(path)[0]["kept"], whole.t())
+    torch.save({"a": [torch.zeros(1).expand(1 << 40)]}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(UserError, match=r"a tensor of shape \[1099511627776\] in fewer bytes"):
+        load_tensors(path)
 
 
 def test_a_storage_of_any_size_is_refused(tmp_path):
