@@ -114,7 +114,7 @@ class LRSchedule:
             if end <= self.warmup_steps:
                 raise UserError(
                     f"the decay ends at step {end}, within the warm-up of {self.warmup_steps} steps; make the warm-up"
-                    " shorter or the run longer"
+                    " shorter (--lr-warmup-iters) or the run longer"
                 )
         if self.style == "WSD" and not 0 < self._final_decay_steps <= self.decay_end - self.warmup_steps:  # type: ignore[operator]
             raise UserError(

@@ -7,17 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.comm import BlockLayout, OneBitAllReduce, Status, TorchTransport
+from megatron01.comm import OneBitAllReduce, Status, TorchTransport
 from tests.distributed.harness import run_ranks
+from tests.unit.comm.buffers import short_last_block
 from tests.unit.comm.in_process import run_replicas
 
 BLOCK = 64
-
-
-def layout_of(num_blocks: int) -> BlockLayout:
-    lengths = torch.full((num_blocks,), BLOCK, dtype=torch.int32)
-    lengths[-1] = 17
-    return BlockLayout(lengths, BLOCK)
 
 
 def own_value(rank: int, num_blocks: int, step: int = 0) -> torch.Tensor:
@@ -27,7 +22,7 @@ def own_value(rank: int, num_blocks: int, step: int = 0) -> torch.Tensor:
 
 
 def one_bit(transport: Any, num_blocks: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
-    layout = layout_of(num_blocks)
+    layout = short_last_block(num_blocks)
     reduce = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1, **settings)
     results = []
     for step in range(steps):
@@ -64,7 +59,7 @@ def test_bytes_are_those_of_the_formula() -> None:
 
 
 def withdrawn(rank: int, size: int) -> tuple[Status, bool, bool]:
-    layout = layout_of(5)
+    layout = short_last_block(5)
     reduce = OneBitAllReduce(layout, TorchTransport(), active=layout.real_elements(), bucket_elements=3 * BLOCK)
     value = own_value(rank, 5)
     reduce.begin()
@@ -82,7 +77,7 @@ def test_an_exchange_that_is_called_off_leaves_the_errors_alone() -> None:
 
 def test_one_replica_needs_no_process_group() -> None:
     value = own_value(0, 3)
-    layout, transport = layout_of(3), TorchTransport()
+    layout, transport = short_last_block(3), TorchTransport()
     one_bit_alone = OneBitAllReduce(layout, transport, active=layout.real_elements())
     result = value.clone()
     one_bit_alone.all_reduce(result)

@@ -9,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron01.comm import BlockLayout, DenseAllReduce, DenseExchange, Status, Topology, Transport
+from megatron01.comm import DenseAllReduce, DenseExchange, Status, Topology, Transport
 from megatron01.comm.kernels import specification
 from tests.distributed.topologies import Case, over_gloo
+from tests.unit.comm.buffers import short_last_block
 
 BLOCK = 64
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
-
-
-def layout_of(num_blocks: int) -> BlockLayout:
-    lengths = torch.full((num_blocks,), BLOCK, dtype=torch.int32)
-    lengths[-1] = 17
-    return BlockLayout(lengths, BLOCK)
 
 
 def own_value(rank: int, num_blocks: int) -> torch.Tensor:
@@ -70,7 +65,7 @@ class Buffer:
 def wire_types(topology: Topology, num_blocks: int, bucket: int) -> dict[str, Any]:
     means: dict[torch.dtype, list[torch.Tensor]] = {}
     for dtype in TOLERANCE:
-        reduce = DenseAllReduce(layout_of(num_blocks), topology, dtype, bucket_elements=bucket)
+        reduce = DenseAllReduce(short_last_block(num_blocks), topology, dtype, bucket_elements=bucket)
         means[dtype] = []
         for factor in (1, 2):  # the second time, buffers hold the rows of the first
             buffer = Buffer(own_value(topology.world.rank, num_blocks) * factor, cut=num_blocks // 2)
@@ -99,7 +94,7 @@ def test_the_mean_has_the_same_bits_everywhere(ranks: int, local_size: int | Non
 def loss_scales(topology: Topology, scales: list[float]) -> dict[str, Any]:
     scale = scales[topology.world.rank]
     buffer = Buffer(own_value(topology.world.rank, 5) * scale)
-    reduce = DenseAllReduce(layout_of(5), topology, torch.float16)
+    reduce = DenseAllReduce(short_last_block(5), topology, torch.float16)
     _, common = reduce.all_reduce(buffer.source, buffer.target, inverse_scale=1.0 / scale)
     return {"mean": buffer.mean.view(-1) * common, "common": common}
 
@@ -116,7 +111,7 @@ def test_each_replica_may_bring_its_own_loss_scale(local_size: int | None) -> No
 def squares(topology: Topology) -> list[float]:
     """Sums of squares over all replicas; each sends its own bucket by bucket, and one block is not counted."""
     counted = torch.arange(23) != 4
-    reduce = DenseAllReduce(layout_of(23), topology, torch.float32, bucket_elements=5 * BLOCK, counted=counted)
+    reduce = DenseAllReduce(short_last_block(23), topology, torch.float32, bucket_elements=5 * BLOCK, counted=counted)
     found = []
     for factor in (1.0, 3.0):
         buffer = Buffer(own_value(topology.world.rank, 23) * factor)
@@ -142,7 +137,7 @@ def test_squares_of_all_replicas_travel_in_the_headers(settings: dict[str, Any])
 
 
 def bucket_by_bucket(topology: Topology) -> dict[str, Any]:
-    reduce = DenseAllReduce(layout_of(23), topology, torch.bfloat16, bucket_elements=5 * BLOCK)
+    reduce = DenseAllReduce(short_last_block(23), topology, torch.bfloat16, bucket_elements=5 * BLOCK)
     value = own_value(topology.world.rank, 23)
     at_once, piecewise = Buffer(value), Buffer(value)
     reduce.all_reduce(at_once.source, at_once.target)
@@ -164,7 +159,7 @@ def test_buckets_may_be_sent_as_they_become_ready(local_size: int | None) -> Non
 
 
 def overflows(topology: Topology) -> dict[str, Any]:
-    reduce = DenseAllReduce(layout_of(23), topology, torch.float32, bucket_elements=5 * BLOCK)
+    reduce = DenseAllReduce(short_last_block(23), topology, torch.float32, bucket_elements=5 * BLOCK)
     rank = topology.world.rank
     statuses = [Status.GIVING_UP if rank == 2 else Status.OVERFLOW if rank == 1 else Status.OK, Status.OK]
     seen = []
@@ -182,7 +177,7 @@ def test_the_gravest_status_is_told_to_all_once(local_size: int | None) -> None:
 
 
 def large_and_small(topology: Topology) -> float:
-    reduce = DenseAllReduce(layout_of(1), topology, torch.float16)
+    reduce = DenseAllReduce(short_last_block(1), topology, torch.float16)
     buffer = Buffer(torch.full((BLOCK,), 2048.0 if topology.world.rank == 0 else 1.0))
     reduce.all_reduce(buffer.source, buffer.target)
     return float(buffer.mean[0, 0])
@@ -195,7 +190,7 @@ def test_sixteen_bit_gradients_are_summed_in_fp32() -> None:
 
 def traffic(topology: Topology) -> tuple[int, int]:
     buffer = Buffer(own_value(topology.world.rank, 400))
-    DenseAllReduce(layout_of(400), topology, torch.bfloat16).all_reduce(buffer.source, buffer.target)
+    DenseAllReduce(short_last_block(400), topology, torch.bfloat16).all_reduce(buffer.source, buffer.target)
     return topology.sent()[:2]
 
 
@@ -226,7 +221,7 @@ def test_the_next_bucket_is_read_while_one_is_on_the_wire() -> None:
 
         def broadcast(self, tensor: torch.Tensor) -> None: ...
 
-    reduce = DenseAllReduce(layout_of(6), Recorded(0, 2), torch.float32, bucket_elements=2 * BLOCK)
+    reduce = DenseAllReduce(short_last_block(6), Recorded(0, 2), torch.float32, bucket_elements=2 * BLOCK)
     value, mean = Buffer(own_value(0, 6)), Buffer(own_value(0, 6))
     reduce.all_reduce(
         lambda first, last: events.append(f"read {first // 2}") or value.source(first, last),
@@ -239,7 +234,7 @@ def test_the_next_bucket_is_read_while_one_is_on_the_wire() -> None:
 
 
 def exchange(topology: Topology) -> dict[str, Any]:
-    plain, rank = DenseExchange(layout_of(9), topology, bucket_elements=4 * BLOCK), topology.world.rank
+    plain, rank = DenseExchange(short_last_block(9), topology, bucket_elements=4 * BLOCK), topology.world.rank
     value = own_value(rank, 9)
     plain.begin()
     for bucket, (first, last) in enumerate(plain.buckets):

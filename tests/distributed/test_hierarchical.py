@@ -10,15 +10,10 @@ import torch
 from megatron01.comm import BlockLayout, OneBitAllReduce, Packed, Status, Topology
 from megatron01.comm.payload import PackedFormat, Quantizer
 from tests.distributed.topologies import Case, over_gloo
+from tests.unit.comm.buffers import short_last_block
 
 BLOCK = 64
 STEPS = 6
-
-
-def layout_of(num_blocks: int) -> BlockLayout:
-    lengths = torch.full((num_blocks,), BLOCK, dtype=torch.int32)
-    lengths[-1] = 17
-    return BlockLayout(lengths, BLOCK)
 
 
 def active_of(layout: BlockLayout) -> torch.Tensor:
@@ -38,7 +33,7 @@ def node_value(node: int, local_size: int, num_blocks: int, step: int) -> torch.
 
 
 def exchange_of(topology: Topology, num_blocks: int, bucket: int, quantizer: Quantizer) -> OneBitAllReduce:
-    layout = layout_of(num_blocks)
+    layout = short_last_block(num_blocks)
     active = active_of(layout)
     return OneBitAllReduce(
         layout, topology, active=active, quantizer=quantizer, bucket_elements=bucket * BLOCK, backend="cpu"
@@ -74,7 +69,7 @@ def hierarchical(topology: Topology, num_blocks: int, buckets: list[int], quanti
 
 
 def flat(topology: Topology, local_size: int, num_blocks: int) -> list[torch.Tensor]:
-    layout = layout_of(num_blocks)
+    layout = short_last_block(num_blocks)
     exchange = OneBitAllReduce(layout, topology.world, active=active_of(layout), backend="cpu")
     results = [node_value(topology.world.rank, local_size, num_blocks, step) for step in range(STEPS)]
     for value in results:

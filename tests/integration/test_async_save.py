@@ -12,8 +12,8 @@ import torch
 import megatron01.checkpoint.save as writer
 from megatron01.checkpoint.manifest import iteration_folder, read_tracker
 from tests.distributed.harness import run_ranks
-from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
-from tests.integration.tiny import gpt_config, with_settings
+from tests.integration.runs import run, run_and_read, run_together
+from tests.integration.tiny import assert_same_state, gpt_config, with_settings
 
 STEPS = (3, 9, 13, 15)  # the second moment being refreshed, and between two synchronizations
 

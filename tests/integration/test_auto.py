@@ -14,8 +14,8 @@ from megatron01.errors import UserError
 from megatron01.training import autotune
 from megatron01.training.autotune import Link, time_exchange
 from tests.distributed.harness import run_ranks
-from tests.integration.test_pretrain import assert_same_state, run, run_and_read, run_together
-from tests.integration.tiny import comparable, gpt_config, read_lines, with_settings
+from tests.integration.runs import run, run_and_read, run_together
+from tests.integration.tiny import assert_same_state, comparable, gpt_config, read_lines, with_settings
 
 SLOW, FAST = Link(1e-3, 1e5, 0.0), Link(0.0, 1e12, 0.0)
 

@@ -10,18 +10,13 @@ from typing import Any
 import pytest
 
 from megatron01.checkpoint.manifest import iteration_folder
-from megatron01.config import BertPretrainConfig
 from megatron01.data import Splits, index_cache
 from megatron01.errors import UserError
-from megatron01.pretraining import BERT, GPT
+from megatron01.pretraining import GPT
 from megatron01.training import pretrain
+from tests.integration.runs import run
 from tests.integration.tiny import bert_config, gpt_config, read_lines, with_settings
 from tests.tiers import slow_after
-
-
-def run(config: Any) -> None:
-    script = BERT if isinstance(config, BertPretrainConfig) else GPT
-    pretrain(config, script.build_datasets, script.build_model, script.forward_step)
 
 
 def data_order(config: Any, iteration: int) -> dict[str, Any]:

@@ -9,23 +9,9 @@ import torch
 
 from megatron01.config import DistributedConfig
 from megatron01.convert.native import read_checkpoint
-from megatron01.errors import UserError
-from megatron01.pretraining import GPT
-from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
+from tests.integration.runs import run_each
 from tests.integration.tiny import assert_same_state, gpt_config, read_lines
-
-
-def run_each(rank, world_size, configs):
-    messages = []
-    for config in configs:
-        try:
-            pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
-            messages.append(None)
-        except UserError as error:
-            messages.append(str(error))
-    return messages
-
 
 MODES = {
     "flat": DistributedConfig(hierarchical="off"),

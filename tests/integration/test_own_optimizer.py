@@ -12,17 +12,10 @@ from megatron01.config.command_line import parse
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError
 from megatron01.plan.command import plan
-from megatron01.pretraining import GPT
-from megatron01.training import pretrain
-from tests.distributed.harness import run_ranks
+from tests.integration.runs import run_together
 from tests.integration.tiny import assert_same_state, gpt_config, read_lines, stored_state, with_settings
 
 NAME = "tests.integration.own_optimizer.HeavyBall"
-
-
-def run_each(rank, world_size, configs):
-    for config in configs:
-        pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
 
 
 def test_it_trains_and_resumes_to_the_bit(corpus, tmp_path):
@@ -38,7 +31,7 @@ def test_it_trains_and_resumes_to_the_bit(corpus, tmp_path):
     )
     start = str(iteration_folder(tmp_path / "whole", 8))
     resumed = with_settings(whole, load=start, save=str(tmp_path / "resumed"), run_dir=str(tmp_path / "again"))
-    run_ranks(run_each, 2, [whole, resumed])
+    assert run_together(whole, resumed) == [[None, None]] * 2
     lines = read_lines(tmp_path / "run")
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"]
     assert_same_state(iteration_folder(tmp_path / "whole", 20), iteration_folder(tmp_path / "resumed", 20))
@@ -49,7 +42,7 @@ def test_it_is_sgdm_at_another_learning_rate(corpus, tmp_path):
     theirs = with_settings(
         ours, optimizer=NAME, optimizer_arguments=("momentum=0.75",), lr=0.125, save=str(tmp_path / "theirs")
     )
-    run_ranks(run_each, 2, [ours, theirs])
+    assert run_together(ours, theirs) == [[None, None]] * 2
     one, other = (stored_state(iteration_folder(tmp_path / name, 4)) for name in ("ours", "theirs"))
     assert one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.errors import UserError
-from tests.integration.test_pretrain import run
+from tests.integration.runs import run
 from tests.integration.tiny import bert_config, with_settings
 
 

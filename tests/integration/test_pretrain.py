@@ -21,14 +21,14 @@ import pytest
 import torch
 
 from megatron01.checkpoint.manifest import check_contents, iteration_folder, read_metadata, read_tracker
-from megatron01.config import BertPretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
 from megatron01.models.layers import compile_layers
 from megatron01.parallel import LaunchEnvironment, initialize
-from megatron01.pretraining import BERT, GPT
+from megatron01.pretraining import GPT
 from megatron01.training import ReplicasDiverged, Trainer, pretrain, trainer
 from tests.distributed.harness import run_ranks, torchrun_variables
+from tests.integration.runs import run, run_and_read, run_together
 from tests.integration.tiny import (
     assert_same_state,
     bert_config,
@@ -41,35 +41,6 @@ from tests.integration.tiny import (
 from tests.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def run(config):
-    script = BERT if isinstance(config, BertPretrainConfig) else GPT
-    pretrain(config, script.build_datasets, script.build_model, script.forward_step)
-
-
-def run_each(rank, world_size, configs):
-    """Runs one after the other in the same processes; a UserError is returned as text."""
-    messages = []
-    for config in configs:
-        try:
-            run(config)
-            messages.append(None)
-        except UserError as error:
-            messages.append(str(error))
-    return messages
-
-
-def run_together(*configs, world_size=2):
-    """The messages of the runs, rank by rank."""
-    return run_ranks(run_each, world_size, configs, default_group=world_size > 1)
-
-
-def run_and_read(rank, world_size, config):
-    """The message of a run, and what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        (message,) = run_each(rank, world_size, [config])
-    return message, output.getvalue()
 
 
 @pytest.mark.parametrize(("make_config", "share"), [(gpt_config, 0.8), (bert_config, 0.95)])

@@ -13,7 +13,7 @@ from megatron01.checkpoint.manifest import iteration_folder, read_metadata
 from megatron01.convert.native import read_checkpoint
 from megatron01.models.tensor_parallel import partitions_for
 from tests.distributed.harness import run_ranks
-from tests.integration.test_pretrain import run_and_read, run_each, run_together
+from tests.integration.runs import run_and_read, run_each, run_together
 from tests.integration.tiny import (
     assert_same_state,
     bert_config,

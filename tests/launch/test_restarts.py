@@ -12,19 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron01.config.yaml_files import dump_yaml
-from megatron01.pretraining import GPT
-from megatron01.training import pretrain
-from tests.distributed.harness import run_ranks
 from tests.faults.outcome import comparable, final_digest
+from tests.integration.runs import run_together
 from tests.integration.tiny import gpt_config, make_corpus, read_lines, with_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "launch" / "torchrun.sh"
 STEPS = 14
-
-
-def run_undisturbed(rank, world_size, config):
-    pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
 
 
 def start(*arguments, **variables):
@@ -50,7 +44,7 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_and_ends_with_the_same_bit
         threads_per_replica=1,
     )
     whole = with_settings(config, save=str(tmp_path / "whole"), run_dir=str(tmp_path / "whole_run"))
-    run_ranks(run_undisturbed, 2, whole)
+    assert run_together(whole) == [[None], [None]]
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
     script = ROOT / "tests" / "launch" / "killed_once.py"
     done = start(script, "--config", tmp_path / "config.yaml", FIRED=str(tmp_path / "fired"), MAX_RESTARTS="3")

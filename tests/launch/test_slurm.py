@@ -19,9 +19,8 @@ import torch
 
 from megatron01.checkpoint.manifest import iteration_folder, read_tracker
 from megatron01.config.yaml_files import dump_yaml
-from megatron01.pretraining import GPT
-from megatron01.training import pretrain
 from tests.distributed.harness import run_ranks
+from tests.integration.runs import run_each
 from tests.integration.tiny import gpt_config, make_corpus, read_lines, stored_state, with_settings
 from tests.launch.slurm_cluster import missing, slurm_cluster
 
@@ -178,10 +177,6 @@ class Job:
         return [found[rank] for rank in sorted(found)]
 
 
-def run_whole(rank: int, world_size: int, config: Any) -> None:
-    pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
-
-
 @pytest.mark.slow
 def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path: Path) -> None:
     """The warning is what SLURM sends before a time limit, whose resolution is a minute."""
@@ -202,7 +197,7 @@ def test_a_job_survives_a_fault_and_a_warning(cluster: dict[str, str], tmp_path:
     assert "signal SIGUSR1" in job.logs() and "no answer from rank 1" in job.logs()
     assert [line["iteration"] for line in read_lines(job.run)] == list(range(1, STEPS + 1))
     whole = with_settings(config, save=str(tmp_path / "whole"), run_dir=str(tmp_path / "run"))
-    run_ranks(run_whole, 2, whole, default_group=False)
+    assert run_ranks(run_each, 2, [whole], default_group=False) == [[None], [None]]
     # the same tensors; the traffic that metadata.json counts went between nodes there, and stays on one here
     one, other = (stored_state(iteration_folder(folder, STEPS)) for folder in (tmp_path / "whole", saved))
     assert one.keys() == other.keys()

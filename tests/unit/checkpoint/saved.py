@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder, write_tracker
 from megatron01.checkpoint.save import save_checkpoint, tensors_of_rank
 from megatron01.config import DistributedConfig
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
@@ -20,6 +20,12 @@ SIZE = 1000
 def one_replica():
     """Context of a replica group of one."""
     return initialize(LaunchEnvironment.read({}), DistributedConfig(threads_per_replica=1))
+
+
+def make_empty(folder: Path, iteration: int) -> None:
+    """A checkpoint's folder, which the tracker file names."""
+    iteration_folder(folder, iteration).mkdir(parents=True)
+    write_tracker(folder, iteration)
 
 
 def save_tensors(

@@ -13,11 +13,7 @@ from megatron01.checkpoint.manifest import (
     write_tracker,
 )
 from megatron01.errors import UserError
-
-
-def make_checkpoint(folder, iteration):
-    iteration_folder(folder, iteration).mkdir(parents=True)
-    write_tracker(folder, iteration)
+from tests.unit.checkpoint.saved import make_empty
 
 
 def test_names_are_megatrons(tmp_path):
@@ -42,8 +38,8 @@ def test_tracker_with_other_content_is_an_error_that_names_it(tmp_path, text):
 
 
 def test_locate_takes_the_newest_or_the_one_that_is_named(tmp_path):
-    make_checkpoint(tmp_path, 5)
-    make_checkpoint(tmp_path, 10)
+    make_empty(tmp_path, 5)
+    make_empty(tmp_path, 10)
     assert locate(str(tmp_path)) == (tmp_path, 10)
     assert locate(str(tmp_path / "iter_0000005")) == (tmp_path, 5)
     assert locate(f"{tmp_path}/iter_0000005/") == (tmp_path, 5)

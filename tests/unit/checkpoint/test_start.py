@@ -5,10 +5,10 @@ import os
 import pytest
 
 from megatron01.checkpoint.load import choose_start, starting_point
-from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder, write_tracker
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
-from tests.unit.checkpoint.saved import flip_bit, one_replica, save
+from tests.unit.checkpoint.saved import flip_bit, make_empty, one_replica, save
 
 
 @pytest.fixture
@@ -77,20 +77,15 @@ def test_a_lost_tracker_does_not_lose_the_run(folder, group, content):
     assert start == (folder, 30) and len(notes) == 1
 
 
-def make_checkpoint(folder, iteration):
-    iteration_folder(folder, iteration).mkdir(parents=True)
-    write_tracker(folder, iteration)
-
-
 def test_starting_point(tmp_path):
     save, other = tmp_path / "save", tmp_path / "other"
-    make_checkpoint(other, 7)
+    make_empty(other, 7)
     assert starting_point(CheckpointConfig()) == (None, [])
     assert starting_point(CheckpointConfig(save=str(save))) == (None, [])
     assert starting_point(CheckpointConfig(save=str(save), load="auto")) == (None, [])
     assert starting_point(CheckpointConfig(save=str(save), load=str(other))) == ((other, 7), [])
-    make_checkpoint(save, 10)
-    make_checkpoint(save, 20)
+    make_empty(save, 10)
+    make_empty(save, 20)
     assert starting_point(CheckpointConfig(save=str(save), load="auto")) == ((save, 20), [])
     assert starting_point(CheckpointConfig(save=str(save), load=str(save))) == ((save, 20), [])
     assert starting_point(CheckpointConfig(save=str(save), load=f"{save}/iter_0000010")) == ((save, 10), [])
@@ -99,8 +94,8 @@ def test_starting_point(tmp_path):
 @pytest.mark.parametrize("tracker", ["as it was", "lost", "damaged"])
 @pytest.mark.parametrize("load", [None, "other"])
 def test_a_save_folder_with_another_runs_checkpoints_is_refused(tmp_path, load, tracker):
-    make_checkpoint(tmp_path / "save", 10)
-    make_checkpoint(tmp_path / "other", 7)
+    make_empty(tmp_path / "save", 10)
+    make_empty(tmp_path / "other", 7)
     if tracker == "lost":
         (tmp_path / "save" / TRACKER_NAME).unlink()
         (tmp_path / "other" / TRACKER_NAME).unlink()

@@ -17,6 +17,11 @@ def layout_of(lengths: Sequence[int], block_size: int) -> BlockLayout:
     return BlockLayout(torch.tensor(lengths, dtype=torch.int32), block_size)
 
 
+def short_last_block(num_blocks: int) -> BlockLayout:
+    """Blocks of 64 elements, the last of which holds 17."""
+    return layout_of([64] * (num_blocks - 1) + [17], 64)
+
+
 def random_buffer(
     layout: BlockLayout, seed: int, spread: float = 0.0, kinds: Sequence[str] = KINDS[:1]
 ) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron01.pretraining import GPT
 from megatron01.training import memory_check, pretrain
 from megatron01.training.memory_check import MemoryCheck
 from tests.distributed.harness import run_ranks
-from tests.integration.test_pretrain import run, run_each
+from tests.integration.runs import run, run_each
 from tests.integration.tiny import gpt_config, with_settings
 
 CPU = torch.device("cpu")
