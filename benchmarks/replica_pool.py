@@ -30,7 +30,7 @@ class ReplicaPool:
     ``prepare``, a module-level function (or a partial of one), is called in each process with its rank before it joins.
     """
 
-    def __init__(self, replicas: int, prepare: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, replicas: int, prepare: Callable[[int], None] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="replicas-")
         self._processes = []
         self._connections = []
@@ -80,8 +80,12 @@ class ReplicaPool:
 
 def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:
     """Results of ``worker(*args)`` in each of ``replicas`` new processes, seeded with their ranks."""
-    with ReplicaPool(replicas, torch.manual_seed) as pool:
+    with ReplicaPool(replicas, _seed) as pool:
         return pool.run(worker, *args)
+
+
+def _seed(rank: int) -> None:
+    torch.manual_seed(rank)
 
 
 def _serve(
@@ -89,7 +93,7 @@ def _serve(
     replicas: int,
     folder: str,
     connection: multiprocessing.connection.Connection,
-    prepare: Callable[[int], Any] | None,
+    prepare: Callable[[int], None] | None,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process, which ends this one
     torch.set_flush_denormal(True)  # before any thread is created

@@ -39,7 +39,7 @@ start=("${srun[@]}" --wait 300 --output "$run_folder/logs/%j-%t.log" --open-mode
 check=("${srun[@]}" "${container[@]}" "${check[@]}")
 if [ -n "$show" ]; then
     if [ "$show" = --dry-run ]; then
-        [ "$DOCTOR" = no ] || echo "first, at every start: ${check[*]}"
+        [ "$DOCTOR" = no ] || { printf 'first, at every start: ' && printf '%q ' "${check[@]}" && echo; }
         printf '%q ' "${start[@]}"
     fi
     printf '%q ' "${task[@]}"

@@ -31,7 +31,8 @@ STEPS = 24
 
 
 def test_a_dry_run_shows_the_commands_and_submits_nothing(tmp_path: Path) -> None:
-    environment = os.environ | {"NODES": "2", "TASKS_PER_NODE": "4", "RUNS": str(tmp_path), "PYTHON": "python3"}
+    environment = os.environ | {"NODES": "2", "TASKS_PER_NODE": "4", "PYTHON": "python3"}
+    environment["RUNS"] = f"{tmp_path}/my runs"
     flags = ["--config", "configs/bert/base.yaml", "--lr", "1e-4"]
     command = [SUBMIT, "--dry-run", "bert", "pretrain_bert.py", *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
@@ -44,7 +45,7 @@ def test_a_dry_run_shows_the_commands_and_submits_nothing(tmp_path: Path) -> Non
     for flag, value in expected.items():
         assert submitted[submitted.index(flag) + 1] == value
     assert "--requeue" in submitted and task[-2:] == ["--stopped-exit-code", "75"]
-    assert check[-2:] == ["--shared-folder", f"{tmp_path}/bert"] and "doctor" in check
+    assert check[-2:] == ["--shared-folder", f"{tmp_path}/my runs/bert"] and "doctor" in check
     assert list(tmp_path.iterdir()) == []
 
 
