@@ -22,13 +22,7 @@ from megatron01.checkpoint.manifest import (
 )
 from megatron01.checkpoint.save import delete_outdated
 from megatron01.config import CheckpointConfig
-from tests.unit.checkpoint.saved import one_replica, save
-
-
-@pytest.fixture
-def group():
-    with one_replica() as group:
-        yield group
+from tests.unit.checkpoint.saved import save
 
 
 @pytest.fixture

@@ -8,13 +8,7 @@ from megatron01.checkpoint.load import choose_start, starting_point
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
-from tests.unit.checkpoint.saved import flip_bit, make_empty, one_replica, save
-
-
-@pytest.fixture
-def group():
-    with one_replica() as group:
-        yield group
+from tests.unit.checkpoint.saved import flip_bit, make_empty, save
 
 
 @pytest.fixture

@@ -21,13 +21,7 @@ from megatron01.checkpoint.manifest import (
 from megatron01.checkpoint.save import CheckpointNotSaved
 from megatron01.errors import EXIT_FAULT, FaultError, UserError
 from megatron01.parallel import failing_together
-from tests.unit.checkpoint.saved import one_replica, save
-
-
-@pytest.fixture
-def group():
-    with one_replica() as alone:
-        yield alone
+from tests.unit.checkpoint.saved import save
 
 
 @pytest.fixture
