@@ -72,7 +72,7 @@ class Machine:
     step: float
 
 
-class Foretelling:
+class Predictions:
     """Performance model of the hosts, fitted to one setting."""
 
     def __init__(self, setting: Setting, data: Path) -> None:
@@ -179,7 +179,7 @@ def report(lines: Sequence[Line], data: Path, margins: Sequence[float]) -> str:
     """Markdown report: errors of the model and regrets of its advice."""
     parts = ["# Last results of plan_check.py\n"]
     for setting in settings(lines, margins):
-        model = Foretelling(setting, data)
+        model = Predictions(setting, data)
         machine = model.fit()
         title = f"{setting.task}, {setting.parameters / 1e6:.2f} M parameters, {setting.replicas} hosts"
         parts += [f"## {title}, {setting.steps} steps, {setting.congestion_control}\n", _fitted(model, machine)]
@@ -190,7 +190,7 @@ def report(lines: Sequence[Line], data: Path, margins: Sequence[float]) -> str:
     return "\n".join(parts)
 
 
-def _fitted(model: Foretelling, machine: Machine) -> str:
+def _fitted(model: Predictions, machine: Machine) -> str:
     return (
         f"Fitted to the steps at {' and '.join(model.fitted_to)}: {1e6 * machine.latency:.0f} us a message, "
         f"{1e9 * machine.sending:.2f} ns a byte and {1e3 * machine.exchange:.2f} ms an exchange for the processor, "
@@ -198,7 +198,7 @@ def _fitted(model: Foretelling, machine: Machine) -> str:
     )
 
 
-def _errors(model: Foretelling, machine: Machine) -> str:
+def _errors(model: Predictions, machine: Machine) -> str:
     rows, fitted, foretold = [], [], []
     for name in PLANNED:
         for kind in ("full", "one_bit", "local"):

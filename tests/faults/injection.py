@@ -32,7 +32,7 @@ from megatron01.training import trainer
 
 # Injection points, which a replica calls repeatedly, or once at its start: owner and name of the function.
 PLACES: dict[str, list[tuple[Any, str]]] = {
-    "meeting the others": [(dist, "init_process_group")],
+    "rendezvous": [(dist, "init_process_group")],
     "choosing a checkpoint": [(trainer, "choose_start")],
     "building the data": [(training_data, "build_in_order")],
     "loading the checkpoint": [(trainer.Trainer, "load")],

@@ -35,7 +35,7 @@ from tests.faults.injection import (
 from tests.faults.references import Reference
 from tests.faults.settings import SAVED_EVERY, STEPS, Setting
 
-START_UP = ("meeting the others", "choosing a checkpoint", "building the data", "loading the checkpoint")
+START_UP = ("rendezvous", "choosing a checkpoint", "building the data", "loading the checkpoint")
 SAVING = ("saving", "a flush to the disk", "a rename")
 TRAINING = ("the backward pass", "an all-to-all", "an all-gather", "a step", "an evaluation", "writing a line")
 EXCHANGES = ("an all-to-all", "an all-gather")

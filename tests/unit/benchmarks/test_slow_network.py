@@ -382,7 +382,7 @@ def test_advice_is_of_the_steps_that_were_measured(load: Any, tmp_path: Path) ->
     records = load("convergence_table").read_records(ROOT / "benchmarks" / "results" / "slow_network.jsonl")
     lines = [line for line in records if line.get("run", {}).get("size") == "yardstick"]
     (setting,) = load("slow_network_table").settings(lines, [0.05])
-    model = check.Foretelling(setting, tmp_path)
+    model = check.Predictions(setting, tmp_path)
     machine = check.Machine(latency=1e-3, sending=0.0, exchange=1e-3, step=1e-3)
     baseline = next(run for run in model.runs("unlimited", machine) if run.choice.name == check.BASELINE)
     of_a_step = model.model("unlimited", machine, check.BASELINE).step("full", every_step=True).seconds

@@ -175,7 +175,7 @@ def send_zeros(transport: Transport, layout: BlockLayout) -> list[torch.Tensor]:
     return codes
 
 
-def withdrawn(transport: InProcessTransport, layout: BlockLayout, grave: Status) -> None:
+def withdrawn(transport: InProcessTransport, layout: BlockLayout, severe: Status) -> None:
     one_bit = OneBitAllReduce(
         layout, transport, active=layout.real_elements(), bucket_elements=4 * BLOCK, num_threads=1
     )
@@ -185,10 +185,10 @@ def withdrawn(transport: InProcessTransport, layout: BlockLayout, grave: Status)
     assert all(bool(tensor.any()) for tensor in before.values())
 
     sent_before = transport.bytes_sent
-    status = grave if transport.rank == 1 else Status.OK
+    status = severe if transport.rank == 1 else Status.OK
     value.copy_(own_value(layout, transport.rank, 1))
     worst, _, same = exchange(one_bit, value, key=1, status=status, stop_on_overflow=True)
-    assert worst is grave and same is value and transport.rounds == 2
+    assert worst is severe and same is value and transport.rounds == 2
     assert transport.bytes_sent - sent_before == sent_before // 2  # the all-to-all only
     for name, tensor in one_bit.state().items():
         assert torch.equal(bits_of(tensor), bits_of(before[name]))
@@ -204,9 +204,9 @@ def withdrawn(transport: InProcessTransport, layout: BlockLayout, grave: Status)
     assert torch.equal(decode(one_bit, packed), decode(fresh, other))
 
 
-@pytest.mark.parametrize("grave", [Status.OVERFLOW, Status.GIVING_UP])
-def test_an_exchange_that_is_called_off_leaves_the_errors_alone(grave: Status) -> None:
-    run_replicas(withdrawn, 3, layout_of([BLOCK] * 11, BLOCK), grave)
+@pytest.mark.parametrize("severe", [Status.OVERFLOW, Status.GIVING_UP])
+def test_an_exchange_that_is_cancelled_leaves_the_residuals_alone(severe: Status) -> None:
+    run_replicas(withdrawn, 3, layout_of([BLOCK] * 11, BLOCK), severe)
 
 
 @pytest.mark.parametrize("status", [Status.OVERFLOW, Status.GIVING_UP])

@@ -23,8 +23,8 @@ from tests.integration.tiny import gpt_config, with_settings
 CPU = torch.device("cpu")
 
 
-def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, parts: int = 1) -> MemoryCheck:
-    """The memory check of the first process of a node, where ``parts`` processes form a replica."""
+def check_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, tp: int = 1) -> MemoryCheck:
+    """The memory check of the first process of a node, where ``tp`` tensor-parallel ranks form a replica."""
     monkeypatch.setattr(memory_check, "_free_bytes", lambda device, local: free)
     group = ReplicaGroup(
         rank=0,
@@ -38,7 +38,7 @@ def room_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, p
         hosts=["here"] * processes,
         nodes=[list(range(processes))],
     )
-    of_replica = TensorParallelRanks(size=parts, rank=0, replica=0, num_replicas=processes // parts, device=CPU)
+    of_replica = TensorParallelRanks(size=tp, rank=0, replica=0, num_replicas=processes // tp, device=CPU)
     return MemoryCheck(group, of_replica, micro_batches=1)
 
 
@@ -113,14 +113,14 @@ def test_all_ranks_refuse_a_model_that_is_too_big_for_one(corpus: Path, tmp_path
 def test_a_part_is_compared_with_the_memory_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt_config(Path())
     free = 14 * NUM_PARAMETERS
-    assert "too little" in (missing(room_of(monkeypatch, free, processes=2), config, gpt) or "")
-    assert missing(room_of(monkeypatch, free, processes=2, parts=2), config, gpt) is None
-    assert "too little" in (missing(room_of(monkeypatch, free // 2, processes=2, parts=2), config, gpt) or "")
+    assert "too little" in (missing(check_of(monkeypatch, free, processes=2), config, gpt) or "")
+    assert missing(check_of(monkeypatch, free, processes=2, tp=2), config, gpt) is None
+    assert "too little" in (missing(check_of(monkeypatch, free // 2, processes=2, tp=2), config, gpt) or "")
 
 
 def test_shared_state_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     config = with_settings(gpt_config(Path()), bucket_elements=1024)
-    check = room_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4)
+    check = check_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4)
     assert missing(check, config, gpt) is not None
     shared = dataclasses.replace(config, distributed=DistributedConfig(replica="node", shard_optimizer=True))
     assert missing(check, shared, gpt) is None
@@ -130,7 +130,7 @@ def test_gradients_that_are_added_up_in_fp32_count(monkeypatch: pytest.MonkeyPat
     config = with_settings(gpt_config(Path()), precision="bf16", accumulate_grads_in_fp32=True)
     needed = []
     for micro_batches in (1, 2):
-        check = room_of(monkeypatch, 1)
+        check = check_of(monkeypatch, 1)
         check._micro_batches = micro_batches
         with pytest.raises(UserError, match="too little") as caught:
             check.require(config, gpt())
@@ -141,18 +141,18 @@ def test_gradients_that_are_added_up_in_fp32_count(monkeypatch: pytest.MonkeyPat
 def test_an_optimizer_that_is_not_chosen_yet_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt_config(Path())
     undecided = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, auto=True))
-    check = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS)
+    check = check_of(monkeypatch, 2 * 4 * NUM_PARAMETERS)
     assert missing(check, config, gpt) is not None and missing(check, undecided, gpt) is None
     with pytest.raises(UserError, match="the state of zero_one_adam"):  # now the optimizer is chosen
         check.require(undecided, gpt())
-    check = room_of(monkeypatch, 2 * 4 * NUM_PARAMETERS - 1)
+    check = check_of(monkeypatch, 2 * 4 * NUM_PARAMETERS - 1)
     assert "for weights and gradients, but" in (missing(check, undecided, gpt) or "")
 
 
 def test_a_model_of_the_users_own_is_not_judged_by_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     config, weights = gpt_config(Path()), 8 * 4 * 32 * 32
-    assert missing(room_of(monkeypatch, 10 * weights), config, lambda: ModelOfTheUser(32, 8)) is None
-    refused = missing(room_of(monkeypatch, 3 * weights), config, lambda: ModelOfTheUser(32, 8))
+    assert missing(check_of(monkeypatch, 10 * weights), config, lambda: ModelOfTheUser(32, 8)) is None
+    refused = missing(check_of(monkeypatch, 3 * weights), config, lambda: ModelOfTheUser(32, 8))
     assert "training needs" in (refused or "")
 
 
@@ -162,7 +162,7 @@ def test_frozen_weights_need_nothing_beside_them_and_are_drawn_as_without_a_look
     torch.manual_seed(1)
     expected = ModelOfTheUser(32, 8, 7)
     torch.manual_seed(1)
-    check, config = room_of(monkeypatch, 2 * 8 * 4 * 32 * 32), gpt_config(Path())
+    check, config = check_of(monkeypatch, 2 * 8 * 4 * 32 * 32), gpt_config(Path())
     check.require_before_building(config, lambda: ModelOfTheUser(32, 8, 7))
     model = ModelOfTheUser(32, 8, 7)
     check.require(config, model)
@@ -173,7 +173,7 @@ def test_frozen_weights_need_nothing_beside_them_and_are_drawn_as_without_a_look
 def test_a_model_that_cannot_be_built_without_memory_is_judged_when_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    check, config = room_of(monkeypatch, 8 * 4 * 32 * 32), gpt_config(Path())
+    check, config = check_of(monkeypatch, 8 * 4 * 32 * 32), gpt_config(Path())
     assert missing(check, config, lambda: ModelOfTheUser(32, 8, needs_values=True)) is None
     with pytest.raises(UserError, match="training needs"):
         check.require(config, ModelOfTheUser(32, 8, needs_values=True))
