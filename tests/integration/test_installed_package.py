@@ -64,7 +64,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (packages,) = (folder / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     command = [sys.executable, "-m", "pip", "--python", str(folder), "install", "--quiet", "--no-deps", "--no-index"]
-    done = subprocess.run([*command, str(wheel)], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*command, str(wheel)], env=outside(), capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     torchrun = folder / "bin" / "torchrun"  # torch's own is beside this interpreter
     torchrun.write_text(f'#!/bin/sh\nexec {folder}/bin/python -m torch.distributed.run "$@"\n')
@@ -80,6 +82,11 @@ def folder(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def outside() -> dict[str, str]:
+    """The environment without the tree that is tested, whose package pip and Python would find."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+
 def run(
     programs: Path, command: str, folder: Path, *, environ: Mapping[str, str] | None = None, user: Sequence[str] = ()
 ) -> str:
@@ -93,8 +100,7 @@ def attempt(
     programs: Path, command: str, folder: Path, *, environ: Mapping[str, str] | None = None, user: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     if environ is None:
-        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        environ = kept | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+        environ = outside() | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     words = [*user, str(programs / "python"), "-m", "megatron01", *command.split()]
     return subprocess.run(
         words, cwd=folder, env={**environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,

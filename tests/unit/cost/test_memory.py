@@ -137,7 +137,9 @@ def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> l
                 passes=PassBytes(0, 0, 0),
                 on_gpu=False,
             )
-            found.append((sum(tensor.nbytes for tensor in state.values()), storages.bytes, planned))
+            # a parameter's storage is a part of the buffer, which is counted already
+            made = storages.bytes - sum(parameter.nbytes for parameter in model.parameters())
+            found.append((sum(tensor.nbytes for tensor in state.values()), made, planned))
             del optimizer
     return found
 
