@@ -326,7 +326,10 @@ class IndexedDatasetBuilder:
         return replace(self.written)
 
     def finalize(self) -> None:
-        """Write the index and rename both files to their final names; an open document is ended first."""
+        """Write the index and rename both files to their final names; an open document is ended first.
+
+        The origin of an older pair is removed.
+        """
         sizes, documents = self._files["sizes"], self._files["documents"]
         with self._writing():
             documents.seek(-8, os.SEEK_END)
@@ -343,6 +346,8 @@ class IndexedDatasetBuilder:
                 shutil.copyfileobj(documents, index)
                 files.flush_to_disk(index)
             files.flush_to_disk(self._files["bin"])
+            with files.writing(origin_path(self.prefix), "check what is there"):
+                origin_path(self.prefix).unlink(missing_ok=True)
             # An old index is removed first, and the new one renamed last, so that no index ever describes other tokens.
             idx_path(self.prefix).unlink(missing_ok=True)
             os.replace(self._partial("bin"), bin_path(self.prefix))

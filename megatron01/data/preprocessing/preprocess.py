@@ -294,9 +294,7 @@ class _Run:
         """Rename the outputs to their final names, and write their origins."""
         self._record.position, self._record.line = Position(len(self._sources)), 0
         self._save()
-        for prefix, builder in self._builders.items():
-            with writing(indexed.origin_path(prefix), "check what is there"):
-                indexed.origin_path(prefix).unlink(missing_ok=True)  # the origin of an older pair must not outlive it
+        for builder in self._builders.values():
             builder.finalize()
         for prefix in self.summary.outputs:
             indexed.write_origin(prefix, self._origin(prefix))

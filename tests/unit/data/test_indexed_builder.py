@@ -1,4 +1,4 @@
-"""Writing of token files: interruption and resume, two writers, a full disk."""
+"""Writing of token files: interruption and resume, an older pair, two writers, a full disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder
-from megatron01.data.indexed import BuilderState
+from megatron01.data.indexed import BuilderState, origin_path, write_origin
 from megatron01.errors import UserError
 
 documents = st.lists(st.lists(st.lists(st.integers(0, 60000), max_size=4), max_size=3), max_size=6)
@@ -67,6 +67,21 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
         (tmp_path / f"cut{extension}").unlink()
         (tmp_path / f"whole{extension}").unlink()
     assert names(tmp_path) == []
+
+
+def test_an_older_pair_stays_until_the_new_one_is_written(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "a")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_sentence([1])
+    write_origin(prefix, {})
+    with pytest.raises(Interruption), IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_sentence([2])
+        raise Interruption
+    assert names(tmp_path) == ["a.bin", "a.idx", "a.json"]
+    assert IndexedDataset(prefix)[0].tolist() == [1]
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        builder.add_sentence([3])
+    assert not origin_path(prefix).exists(), "it describes the older pair"
 
 
 def test_abort_removes_what_a_checkpoint_kept(tmp_path: Path) -> None:
