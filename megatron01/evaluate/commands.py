@@ -183,8 +183,7 @@ def _interactive(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, sett
             steps = generate_steps(model, [prompt], generators=[text_generator(config.seed, number)], **settings)
             number += 1
             print(text, end="", flush=True)
-            new = ([token] for (token,) in steps if token is not None)
-            for piece in pieces(prompt, new, tokenizer):
+            for piece in pieces(prompt, (token for (token,) in steps if token is not None), tokenizer):
                 print(piece, end="", flush=True)
             print()
 

@@ -6,7 +6,7 @@ the logits; numbers are drawn on the CPU, so that the device does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,8 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.ran
 
 def generate(model: GPT2, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
     """Token ids that follow each prompt, without ``stop``; ``settings`` are arguments of ``generate_steps``."""
-    texts: list[list[int]] = [[] for _ in prompts]
-    for tokens in generate_steps(model, prompts, **settings):
-        for text, token in zip(texts, tokens, strict=True):
-            if token is not None:
-                text.append(token)
-    return texts
+    steps = list(generate_steps(model, prompts, **settings))
+    return [[token for tokens in steps if (token := tokens[index]) is not None] for index in range(len(prompts))]
 
 
 @torch.inference_mode()
@@ -119,15 +115,15 @@ _INCOMPLETE = "\ufffd"  # replacement character for bytes of an incomplete chara
 
 def continuation(prompt: Sequence[int], new: Sequence[int], tokenizer: Tokenizer) -> str:
     """Text that ``new`` tokens add to ``prompt``; decoded alone, some tokenizers would drop the leading space."""
-    return "".join(pieces(prompt, iter([list(new)]), tokenizer))
+    return tokenizer.decode([*prompt, *new])[len(tokenizer.decode(prompt)) :]
 
 
-def pieces(prompt: Sequence[int], new: Iterator[Sequence[int]], tokenizer: Tokenizer) -> Iterator[str]:
-    """Text that each group of ``new`` tokens adds; a character split over groups is yielded with the last one."""
+def pieces(prompt: Sequence[int], new: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Text that each of the ``new`` tokens adds; a character of several tokens is yielded with the last one."""
     so_far = list(prompt)
     shown = tokenizer.decode(so_far)
-    for group in new:
-        so_far += group
+    for token in new:
+        so_far.append(token)
         text = tokenizer.decode(so_far)
         if not text.endswith(_INCOMPLETE):
             yield text[len(shown) :]

@@ -44,18 +44,13 @@ def grid(
 def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
     """Index (from 0) of this task of a SLURM array, and the number of its tasks; (0, 1) outside of array jobs.
 
-    Raises UserError if SLURM's variables are invalid.
+    Raises UserError if the numbers of the array's tasks are not consecutive.
     """
-    if "SLURM_ARRAY_TASK_ID" not in environment:
-        return 0, 1
-    values = []
-    for name, default in (("ID", ""), ("COUNT", "1"), ("MIN", "0"), ("STEP", "1")):
-        text = environment.get(f"SLURM_ARRAY_TASK_{name}", default)
-        if not text.isascii() or not text.isdigit():
-            raise UserError(f"SLURM_ARRAY_TASK_{name} is {text!r}; expected a number, as SLURM sets it for array jobs")
-        values.append(int(text))
-    number, count, first, step = values
-    index = (number - first) // max(1, step)
+    defaults = {"ID": "0", "COUNT": "1", "MIN": "0", "STEP": "1"}
+    number, count, first, step = (
+        int(environment.get(f"SLURM_ARRAY_TASK_{name}", default)) for name, default in defaults.items()
+    )
+    index = (number - first) // step
     if not 0 <= index < count:
         raise UserError(
             f"SLURM_ARRAY_TASK_ID is {number}, which is none of {count} from {first} in steps of {step}; submit the"

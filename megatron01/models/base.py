@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from megatron01.config import ModelConfig
-from megatron01.errors import UserError
 
 RESIDUAL_PROJECTIONS = ("attention.dense.weight", "mlp.dense_4h_to_h.weight")
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -98,10 +97,6 @@ def padded_vocab_size(vocab_size: int, divisible_by: int) -> int:
 
     The rows above the tokenizer's size are never looked up, take no part in any softmax, get a zero gradient and start
     as zeros: a padded and an unpadded model are the same function (``models.cross_entropy``). Megatron-LM lets the
-    padding take part in the softmax, which shifts its loss a little, so that export changes the model. Raises UserError
-    if one of the two is below 1.
+    padding take part in the softmax, which shifts its loss a little, so that export changes the model.
     """
-    for name, value in (("vocab_size", vocab_size), ("make_vocab_size_divisible_by", divisible_by)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; expected a positive number")
     return -(-vocab_size // divisible_by) * divisible_by
