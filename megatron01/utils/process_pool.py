@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
@@ -57,6 +58,7 @@ class ProcessPool:
         self._num_submitted = 0
 
     def __enter__(self) -> Self:
+        resource_tracker.ensure_running()  # the first worker would start it, and unblock signals behind it
         try:
             with blocking_signals():
                 for worker in self._workers.values():

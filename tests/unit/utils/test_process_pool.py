@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,7 @@ def test_large_messages_in_both_directions_do_not_block():
 
 
 def test_workers_have_signals_blocked():
+    resource_tracker._resource_tracker._stop()  # as in a new process: starting it would unblock signals again
     with ProcessPool(open_worker, [(0,)]) as pool:
         pool.submit("signals")
         assert {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1} <= pool.receive()[1]
