@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron01.config.fields import Below1, Bounded, NotNegative, Positive
+from megatron01.config.fields import Below1, Bounded, NotNegative, Positive, UpTo1
 from megatron01.errors import UserError, require
 
 # Which token files a run reads, and how much of each: the settings ``data_path`` and ``train_data_path`` in structure.
@@ -156,7 +156,7 @@ class BertDataConfig(DataConfig):
     """Sentence task beside masked tokens: sentence order (Megatron), next sentence (original BERT), or none."""
     masking: Literal["whole_word_ngram", "token"] = "whole_word_ngram"
     """Mask whole-word n-grams (Megatron) or single tokens (original BERT)."""
-    mask_prob: Below1 = 0.15
+    mask_prob: UpTo1 = 0.15
     """Share of the tokens that is masked."""
     short_seq_prob: Below1 = 0.1
     """Share of the samples that aim at a shorter sequence."""

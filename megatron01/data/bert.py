@@ -143,7 +143,7 @@ def build_bert_mapping(
         sizes: int32[S], tokens in each sentence of the file.
         num_samples: minimum number of samples, rounded up to whole epochs.
     """
-    short_ratio = int(np.floor(1.0 / short_seq_prob + 0.5)) if short_seq_prob > 0 else 0
+    short_ratio = int(min(1.0 / short_seq_prob + 0.5, 2**62)) if short_seq_prob > 0 else 0
     dtype = np.uint32 if len(sizes) < 2**32 else np.uint64
     arguments = (documents, sizes, num_samples, seq_length - NUM_SPECIAL_TOKENS, short_ratio, seed, min_sentences)
     count, epochs = kernels.map_sentences(*arguments, np.zeros((0, 3), dtype=dtype))

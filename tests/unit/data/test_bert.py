@@ -175,3 +175,14 @@ def test_what_a_model_is_given(config: BertDataConfig, bert_tokenizer: Tokenizer
         iter(BatchLoader(dataset, consumed_samples=0, micro_batch_size=8, replica=0, num_replicas=1, num_workers=0))
     )
     assert np.array_equal(loaded["token_positions"].numpy(), batch["token_positions"])
+
+
+def test_a_share_of_no_masks(config: BertDataConfig, bert_tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"mask_prob is 0\.0; expected a number in"):
+        replace(config, mask_prob=0.0)
+    assert build(replace(config, mask_prob=1.0), bert_tokenizer)[0]["loss_mask"].sum() > 0.5 * SEQ_LENGTH
+
+
+def test_a_share_of_short_samples_beyond_64_bits(config: BertDataConfig, bert_tokenizer: Tokenizer) -> None:
+    mapping = [build(replace(config, short_seq_prob=share), bert_tokenizer)._mapping for share in (1e-300, 0.0)]
+    assert mapping[0].tolist() == mapping[1].tolist()
