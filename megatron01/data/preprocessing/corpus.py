@@ -52,12 +52,11 @@ class Source(ABC):
 
     def __init__(self, name: str, files: Sequence[str] = ()) -> None:
         self.name = name
-        self.size: int | None = None  # bytes on disk, for the progress bar, if known
-        self.stamp: str | None = None  # sizes and modification times, if they can tell that the content has changed
         self._files = files
-        if files:
-            self.size = sum(file_status(file).st_size for file in files)
-            self.stamp = self._present_stamp()
+        # bytes on disk, for the progress bar, if known
+        self.size = sum(file_status(file).st_size for file in files) if files else None
+        # sizes and modification times, if they can tell that the content has changed
+        self.stamp = self._present_stamp() if files else None
 
     def _present_stamp(self) -> str:
         found = map(file_status, self._files)

@@ -252,11 +252,8 @@ class _Run:
             for left_over in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):  # of a write that was killed
                 left_over.unlink(missing_ok=True)
         self._record = self._load_record()
+        self.summary = self._record.summary
         self._last_write = self._last_save = time.monotonic()
-
-    @property
-    def summary(self) -> PreprocessSummary:
-        return self._record.summary
 
     def open_outputs(self) -> None:
         """Open the outputs that are not complete yet for writing."""
