@@ -40,6 +40,9 @@ def generate(config: GenerateConfig) -> None:
     if config.input is not None:
         texts = read_documents(str(config.input), by_line=True)
         require(any(texts), f"input {config.input} holds no text; expected one to continue in each line")
+    if config.output is not None:
+        with writing(f"the folder {config.output.parent} of output"):
+            config.output.parent.mkdir(parents=True, exist_ok=True)
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
     sampling = Sampling(greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)

@@ -82,6 +82,15 @@ def test_samples_differ_and_come_again(folder, capsys):
     assert run(capsys, *arguments, "--seed", 5)[1] != first
 
 
+def test_the_folder_of_the_output_is_made_before_the_work(folder, tmp_path, capsys):
+    output = tmp_path / "new" / "a.jsonl"
+    arguments = ["generate", "--load", folder / "gpt", "--text", "the fox", "--max-new-tokens", 2, "--output", output]
+    assert run(capsys, *arguments)[0] == 0
+    assert json.loads(output.read_text())["tokens"] == 2
+    status, _, errors = run(capsys, "generate", "--load", "nothing", *arguments[3:-1], output / "b.jsonl")
+    assert status == 2 and errors == f"error: the folder {output} of output cannot be written: File exists\n"
+
+
 def test_interactive(folder, capsys, monkeypatch):
     arguments = ["generate", "--load", folder / "gpt", "--interactive", "--greedy", "--max-new-tokens", 6]
     monkeypatch.setattr("sys.stdin", Typed(f"the fox\n{'a ' * 40}\nseven\n"))
