@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,9 +146,11 @@ class SavedState:
         # saved ranks that held the same elements, with different m and u
         self.num_copies = metadata.world_size // (self._size * self._shards)
         self.tensors = read_headers(checkpoint, metadata)
-        self._error_shares: list[dict[str, int]] = [values.get(SHARES, {}) for values in metadata.replicas]
         with storage.damage_named(checkpoint, "slices of optimizer state"):
             self._slices = [_by_stem(tensors) for tensors in self.tensors]
+            self._error_shares = [read_shares(values) for values in metadata.replicas]
+            if self.num_copies < 1:
+                raise ValueError("more shards than processes")
 
     def share_of(self, readers: Readers) -> list[int]:
         """The saved ranks that this reader reads; together the readers read each once."""
@@ -244,6 +247,14 @@ def read_headers(checkpoint: Path, metadata: CheckpointMetadata) -> list[dict[st
         if storage.file_of_rank(rank) not in metadata.files:
             raise UserError(f"{checkpoint} holds no {storage.file_of_rank(rank)}; use another checkpoint")
     return [storage.read_header(checkpoint / storage.file_of_rank(rank)) for rank in range(metadata.world_size)]
+
+
+def read_shares(replica_values: Mapping[str, Any]) -> dict[str, int]:
+    """Share of each error buffer of a rank, by key; ValueError or TypeError if one is invalid."""
+    shares = {str(key): share for key, share in dict(replica_values.get(SHARES, {})).items()}
+    if any(type(share) is not int or not 0 <= share < 2**31 for share in shares.values()):
+        raise ValueError("a share out of range")
+    return shares
 
 
 def _by_stem(tensors: Mapping[str, storage.StoredTensor]) -> dict[str, list[tuple[int, int, storage.StoredTensor]]]:
