@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,11 +78,6 @@ class BarChart:
     key: str
     title: str
     bars: tuple[Bar, ...]
-
-    @property
-    def label(self) -> str:
-        """Label of the value axis."""
-        return self.title[:1].lower() + self.title[1:]
 
     @property
     def has_content(self) -> bool:
@@ -228,6 +224,7 @@ _VARIABLES = {color: f"var(--c{number})" for number, color in enumerate(LIGHT)}
 _VARIABLES |= {INK: "var(--ink)", FAINT: "var(--faint)"}
 
 _FILE_SIZE = (4.6, 3.3)  # inches of one chart
+_TITLE_WIDTH = 50  # characters that fit above one chart
 _FEWEST_BARS = 4  # bars for which a chart in a file has space at least
 _FEW_POINTS = 25  # curves of at most so many points get markers
 _EARLY = 0.05  # first fraction of a run, whose losses may exceed the y range
@@ -263,7 +260,7 @@ def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
         for place in places[len(charts) :]:
             place.set_axis_off()
         if title:
-            figure.suptitle(title, fontsize="large")
+            figure.suptitle(textwrap.fill(title, _TITLE_WIDTH * across), fontsize="large")
         save_figure(figure, path)
 
 
@@ -398,4 +395,3 @@ def _draw_bars(place: Axes, chart: BarChart, rows: int) -> None:
     place.set_ylim(rows - 0.75, -0.75)
     place.set(xticks=[], yticks=[])
     place.spines[:].set_visible(False)
-    place.set_xlabel(chart.label, loc="left")

@@ -153,17 +153,20 @@ def compare_runs(runs: Sequence[Run], config: CompareConfig) -> list[Part]:
 
 def _notes_about(section: Section) -> list[str]:
     notes = [f"{run.name}: {note}" for run in section.runs for note in run.notes]
-    ends = {group.label: max(run.last_iteration for run in group.runs) for group in section.groups}
+    ends = {}
     for group in section.groups:
         shortest = min(group.runs, key=lambda run: run.last_iteration)
-        if shortest.last_iteration < ends[group.label]:
+        last = max(run.last_iteration for run in group.runs)
+        if shortest.last_iteration < last:
             notes.append(
-                f"{group.label}: its runs end between iterations {shortest.last_iteration:,} and "
-                f"{ends[group.label]:,}; their mean is drawn up to the end of {shortest.name}"
+                f"{group.label}: its runs end between iterations {shortest.last_iteration:,} and {last:,}; their mean"
+                f" is drawn up to the end of {shortest.name}"
             )
+        if not group.has_diverged:
+            ends[group.label] = last
     if len(set(ends.values())) > 1:
-        last = ", ".join(f"{label} {steps:,}" for label, steps in ends.items())
-        notes.append(f"runs of different lengths, so that final losses do not compare (last iterations: {last})")
+        steps = ", ".join(f"{label} {last:,}" for label, last in ends.items())
+        notes.append(f"runs of different lengths, so that final losses do not compare (last iterations: {steps})")
     for what, found in conditions(section.groups).items():
         if len(found) > 1:
             notes.append(f"runs of different {what} ({'; '.join(sorted(found))}): times do not compare")

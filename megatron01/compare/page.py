@@ -165,7 +165,7 @@ def _figure(chart: Chart, section: str) -> str:
 def numbers(chart: Chart) -> tuple[list[str], list[list[str]]]:
     """Header and rows of a chart as a table: curves at some values of x, blank outside of a curve's range."""
     if isinstance(chart, BarChart):
-        return ["", chart.label], [[bar.label, bar.text] for bar in chart.bars]
+        return ["", chart.title], [[bar.label, bar.text] for bar in chart.bars]
     first = min(line.curve.x[0] for line in chart.lines)
     last = max(line.curve.x[-1] for line in chart.lines)
     spaced = np.geomspace if chart.x.log_base is not None else np.linspace

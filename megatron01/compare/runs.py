@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +22,7 @@ Column = NDArray[np.float64]
 
 _LONGEST_LINE = 1 << 20  # bytes; longer lines are not metrics
 _MUCH_SLOWER = 2.0  # ratio of step times of a first interval and the following ones that counts as warm-up
+_MUCH_HIGHER = 0.1  # of the first loss: a run that ends so much above it has diverged
 _INTERVALS_AFTER = 5  # number of following intervals that a first one is compared with
 
 
@@ -44,7 +44,7 @@ class Run:
     environment: Mapping[str, Any]  # of environment.json; empty if it cannot be read
     columns: Mapping[str, Column]  # key of metrics.jsonl -> fp64[lines], NaN where a line has no such number
     notes: tuple[str, ...] = ()  # problems with the run's files
-    diverged_at: int | None = None  # iteration from which on no loss is finite
+    diverged_at: int | None = None  # iteration from which on no loss is finite, or all are far above the first
     kinds: frozenset[str] = frozenset()  # kinds of steps that occur: full, one_bit, local, skipped
     folder: Path | None = None  # from which it was read
 
@@ -217,11 +217,13 @@ def if_known(value: float, show: Callable[[float], str]) -> str:
 
 
 def require_folder(folder: Path) -> None:
-    """Raises UserError if the path is not a folder, or cannot be looked at."""
+    """Raises UserError if the path is not a folder, cannot be looked at, or is a folder of runs."""
     try:
         if folder.is_dir():
-            return
-        reason = "it is a file" if folder.exists() else "it does not exist"
+            if (folder / "metrics.jsonl").exists() or not any(folder.glob("*/metrics.jsonl")):
+                return
+            raise UserError(f"{folder} holds no metrics.jsonl; give the runs in it, {folder}/*")
+        reason = "it is a file; give the folder that holds it" if folder.exists() else "it does not exist"
     except OSError as error:  # of a folder above it that this user may not read, for instance
         reason = error.strerror or str(error)
     raise UserError(f"{folder} is no run folder: {reason}")
@@ -361,13 +363,17 @@ def number(value: Any) -> float:
 
 
 def _describe_losses(lines: Sequence[Mapping[str, Any]]) -> tuple[int | None, list[str]]:
-    """Iteration from which on no loss is finite, or None, and notes; metrics.jsonl has null for such losses."""
-    finite = {line["iteration"]: math.isfinite(number(line["loss"])) for line in lines if "loss" in line}
-    bad = [iteration for iteration, is_finite in finite.items() if not is_finite]
-    last_fine = max((iteration for iteration, is_finite in finite.items() if is_finite), default=-1)
-    if bad and bad[-1] > last_fine:
-        first = next(iteration for iteration in bad if iteration > last_fine)
-        return first, [f"diverged: the loss is not a finite number from iteration {first} on"]
+    """Iteration from which on the run has diverged, or None, and notes; metrics.jsonl has null for infinite losses."""
+    losses = {line["iteration"]: number(line["loss"]) for line in lines if "loss" in line}
+    finite = {iteration: loss for iteration, loss in losses.items() if math.isfinite(loss)}
+    began = next(iter(finite.values()), math.nan)
+    sound = [iteration for iteration, loss in finite.items() if loss <= began + _MUCH_HIGHER * abs(began)]
+    since = next((iteration for iteration in losses if iteration > max(sound, default=-1)), None)
+    if since is not None and max(finite, default=-1) >= since:
+        return since, [f"diverged: from iteration {since} on the loss is far above {began:.4g}, where it began"]
+    if since is not None:
+        return since, [f"diverged: the loss is not a finite number from iteration {since} on"]
+    bad = [iteration for iteration in losses if iteration not in finite]
     return None, [f"the loss is not a finite number in {len(bad)} line(s), first at iteration {bad[0]}"] if bad else []
 
 
@@ -379,43 +385,3 @@ def read_environment(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return environment if isinstance(environment, dict) else {}
-
-
-class Follower:
-    """Incremental reader of a metrics.jsonl that may grow, shrink, be replaced or renamed, or not exist yet.
-
-    A last line is not read before its newline is written.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.lines: list[dict[str, Any]] = []  # so far, by increasing iteration
-        self._path = path
-        self._identity: tuple[int, int] | None = None
-        self._offset = 0
-        self._rest = b""
-
-    def poll(self) -> list[dict[str, Any]]:
-        """Read and return new lines; of a file that was rewritten, the lines that differ from before.
-
-        Raises OSError if the file exists but cannot be read.
-        """
-        try:
-            file = open_regular(self._path)
-        except FileNotFoundError:  # it may be about to be replaced
-            return []
-        known: dict[int, dict[str, Any]] = {}
-        with file:
-            status = os.fstat(file.fileno())
-            identity = (status.st_dev, status.st_ino)
-            if identity != self._identity or status.st_size < self._offset:
-                self._identity, self._offset, self._rest = identity, 0, b""
-                known = {line["iteration"]: line for line in self.lines}
-                self.lines.clear()
-            file.seek(self._offset)
-            added = file.readall()
-        self._offset += len(added)
-        *whole, self._rest = (self._rest + added).split(b"\n")
-        new = [line for text in whole if (line := parse_line(text)) is not None]
-        for line in new:
-            _append(self.lines, line)
-        return [line for line in new if known.get(line["iteration"]) != line]

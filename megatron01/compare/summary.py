@@ -135,7 +135,7 @@ class Row:
     final_loss: Estimate  # the one of the two that is compared
     gap: Difference  # final loss minus the baseline's; above 0 is worse
     reach: Reach
-    speed_up: float  # the baseline's seconds to the target over this group's
+    speed_up: float  # the baseline's seconds to the target over this group's; NaN if conditions differ
     bytes_sent: float  # by one replica, like the next four
     bits: float  # per parameter and step
     rounds: float  # exchanges
@@ -209,6 +209,7 @@ def summarize(
     kind = _final_kind(evaluated, train)
     final = evaluated if kind == "held-out" else train
     reaches = [_reach(group, values, target) for group in groups]
+    different = tuple(name for name, known in conditions(groups).items() if len(known) > 1)
     rows = []
     for number, group in enumerate(groups):
         compares = kind and number != base
@@ -221,7 +222,7 @@ def summarize(
                 final_loss=final[number],
                 gap=final[number].above(final[base]) if compares else Difference(math.nan, math.nan, math.nan),
                 reach=reaches[number],
-                speed_up=reaches[base].seconds / reaches[number].seconds,
+                speed_up=math.nan if different else reaches[base].seconds / reaches[number].seconds,
                 bytes_sent=fmean(run.bytes_sent[-1] for run in group.runs),
                 bits=_mean_known(run.last("bits_per_parameter") for run in group.runs),
                 rounds=fmean(run.rounds[-1] for run in group.runs),
@@ -238,7 +239,7 @@ def summarize(
         target=target,
         target_kind="held-out" if has_held_out else "training",
         final_kind=kind,
-        different_conditions=tuple(name for name, known in conditions(groups).items() if len(known) > 1),
+        different_conditions=different,
         references=tuple(_references(rows, freeze_step)),
     )
 
@@ -270,9 +271,10 @@ def _reach(group: Group, values: OfRun, target: float) -> Reach:
     found = [first_reached(group_curve((run,), iterations, values), target) for run in group.runs]
     steps = [float(run.last_iteration) if math.isnan(one) else one for run, one in zip(group.runs, found, strict=True)]
     seconds = [_at(one, run, run.seconds) for run, one in zip(group.runs, steps, strict=True)]
+    untimed = any(run.untimed_steps for run in group.runs)  # the time of their first steps is not on record
     return Reach(
         step=step,
-        seconds=fmean(_at(step, run, run.seconds) for run in group.runs) or math.nan,
+        seconds=math.nan if untimed else fmean(_at(step, run, run.seconds) for run in group.runs) or math.nan,
         bytes_sent=fmean(_at(step, run, run.bytes_sent) for run in group.runs) or math.nan,
         is_bound=bool((step <= curve.x[:1]).any()),
         by_all=not any(map(math.isnan, found)),
@@ -422,7 +424,8 @@ def caption_of(summary: Summary) -> str:
         parts.append("Losses: ± standard deviation over seeds; gap: ± standard error.")
     if math.isfinite(summary.target):
         loss, base = f"{summary.target_kind} loss of {summary.target:.4f}", summary.rows[summary.baseline].group.label
-        parts.append(f"Speed-ups are to a {loss}, relative to {base}.")
+        speed_ups = f"Speed-ups are to a {loss}, relative to {base}."
+        parts.append(f"Steps to loss are to a {loss}." if summary.different_conditions else speed_ups)
     return " ".join(parts)
 
 

@@ -9,12 +9,11 @@ import math
 import os
 import select
 import shutil
-import signal
 import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -23,13 +22,13 @@ from typing import Annotated, Any
 import numpy as np
 
 from megatron01.compare.runs import (
-    Follower,
     Run,
     build_run,
     if_known,
     number,
     printable,
     read_environment,
+    read_metrics,
     require_folder,
 )
 from megatron01.config.command_line import parse
@@ -77,8 +76,8 @@ def watch(argv: Sequence[str], prog: str) -> None:
                 raise UserError(f"{run.metrics_file} holds no line of metrics; the run has not come to its first one")
             print("\n".join(lines_of(run.state(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000)))
         elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-            with _keys() as is_quit_pressed:
-                _draw_until_end(run, config.interval, is_quit_pressed)
+            with _single_keys():
+                _draw_until_end(run, config.interval)
         else:
             _print_until_end(run, config.interval)
 
@@ -88,7 +87,7 @@ def lines_of(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     return [(f"{name:<6}{text}" if name else text)[:width] for name, text in rows]
 
 
-def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[[float], bool]) -> None:
+def _draw_until_end(run: WatchedRun, interval: float) -> None:
     """Redraw the state on a terminal until the run ends; rows are truncated at its width."""
     from rich.console import Group
     from rich.live import Live
@@ -110,8 +109,29 @@ def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[
             for text in texts:
                 text.no_wrap, text.overflow = True, "ellipsis"
             live.update(Group(*texts), refresh=True)
-            if is_over or is_quit_pressed(interval):
+            if is_over or _is_quit_pressed(interval):
                 return
+
+
+@contextlib.contextmanager
+def _single_keys() -> Iterator[None]:
+    """Context manager in which the terminal passes each key on at once, and does not show it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_quit_pressed(seconds: float) -> bool:
+    """Wait some seconds, or until a key is pressed; True if it was q, or the terminal is closed."""
+    keyboard = [sys.stdin] if sys.stdin.isatty() else []
+    is_pressed = bool(select.select(keyboard, [], [], seconds)[0])
+    return is_pressed and os.read(sys.stdin.fileno(), 64)[:1] in b"qQ\x04"
 
 
 def _print_until_end(run: WatchedRun, interval: float) -> None:
@@ -126,58 +146,38 @@ def _print_until_end(run: WatchedRun, interval: float) -> None:
         time.sleep(interval)
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits some seconds and returns True if q or Ctrl-C was pressed meanwhile.
-
-    Ctrl-C is passed on through a pipe: a KeyboardInterrupt raised inside a destructor would be lost.
-    """
-    interrupted, interrupt = os.pipe()
-    sources = [interrupted]
-
-    def is_quit_pressed(seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            for source in select.select(sources, [], [], left)[0]:
-                pressed = os.read(source, 64)
-                if not pressed or pressed[:1] in b"qQ\x04":
-                    return True
-        return False
-
-    with contextlib.ExitStack() as at_end:
-        at_end.callback(os.close, interrupted)
-        at_end.callback(os.close, interrupt)
-        before = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
-        at_end.callback(signal.signal, signal.SIGINT, before)
-        if sys.stdin.isatty():
-            terminal = sys.stdin.fileno()
-            at_end.callback(termios.tcsetattr, terminal, termios.TCSADRAIN, termios.tcgetattr(terminal))
-            tty.setcbreak(terminal)
-            sources.append(terminal)
-        yield is_quit_pressed
-
-
 class WatchedRun:
     """A run folder that is polled."""
 
     def __init__(self, folder: Path) -> None:
         self.metrics_file = folder / "metrics.jsonl"
         self._folder = folder
-        self._follower = Follower(self.metrics_file)
+        self._lines: list[dict[str, Any]] = []  # so far, by increasing iteration
+        self._version: tuple[int, ...] = ()  # of the file that they were read from
         self._run: Run | None = None
 
     def poll(self) -> list[dict[str, Any]]:
-        """Read the run's files; returns the new lines of metrics. Raises UserError if they cannot be read."""
+        """Read the run's files; returns the lines of metrics that are new, or differ from before.
+
+        Raises UserError if they cannot be read.
+        """
         try:
-            new = self._follower.poll()
+            status = self.metrics_file.stat()
+            version = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if version == self._version:
+                return []
+            lines, _ = read_metrics(self.metrics_file)
+        except FileNotFoundError:  # it may be about to be replaced
+            return []
         except OSError as error:
             raise UserError(f"{self.metrics_file} cannot be read: {error.strerror}") from None
-        lines = self._follower.lines
-        if new or (self._run is not None and lines and lines[-1]["iteration"] != self._run.last_iteration):
+        known = {line["iteration"]: line for line in self._lines}
+        self._lines, self._version = lines, version
+        if lines:
             chosen = lines[:: -(-len(lines) // _MOST_LINES)]
             chosen += lines[-1:] if chosen[-1] is not lines[-1] else []
             self._run = build_run(self._folder, self._folder.resolve().name, chosen)
-        return new
+        return [line for line in lines if known.get(line["iteration"]) != line]
 
     @property
     def has_lines(self) -> bool:
@@ -215,7 +215,7 @@ class WatchedRun:
         run, last, train_iters = self._run, self._heartbeat(), self.train_iters
         characters = ramp(sys.stdout.encoding)
         reached = run.last_iteration if last is None else max(run.last_iteration, last.iteration)
-        kinds = (line.get("sync_kind") for line in reversed(self._follower.lines))
+        kinds = (line.get("sync_kind") for line in reversed(self._lines))
         kind = next((SYNC_LABELS.get(kind, "") for kind in kinds if isinstance(kind, str)), "")
         recent = [pace for pace in run.column("step_seconds")[-_LINES_OF_SPEED:] if math.isfinite(pace)]
         step = fmean(recent) if recent else math.nan

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from megatron01.compare import charts
 from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart
@@ -48,6 +49,20 @@ def test_the_speed_over_time_begins_after_the_warm_up(tmp_path: Path) -> None:
     panels = charts.panels(section.groups, summarize(section.groups))
     (chart,) = (chart for panel in panels for chart in panel.charts if chart.key == "throughput_by_steps")
     assert isinstance(chart, LineChart) and chart.lines[0].curve.x[0] == 10 and chart.lines[0].curve.low.min() == 512
+
+
+def test_titles_fit_their_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    section = "BERT, 24 layers of 1024, 65,536 sequences of 512 tokens a step"
+    charts.save([BARS], tmp_path / "a.png", title=f"Schedules and compression: {section}")
+    charts.save([LINES, BARS], tmp_path / "b.png", title=f"Schedules and compression: {section}")
+    for figure in drawn:
+        (title,) = figure.texts
+        figure.draw_without_rendering()
+        extent = title.get_window_extent()
+        assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width and extent.y1 <= figure.bbox.height
+        assert extent.y0 >= max(place.get_tightbbox().y1 for place in figure.axes)
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:

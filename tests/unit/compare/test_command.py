@@ -69,6 +69,15 @@ def test_a_run_that_was_begun_in_another_folder_is_noted(compare: Any, tmp_path:
     assert "b: the time of its first 40 steps is not on record" in printed
     assert "runs of different shares of timed steps (100%; 60%): times do not compare" in printed
     assert "Times are not compared: shares of timed steps differ." in printed
+    assert "Steps to loss are to a held-out loss" in printed and "speed-up" not in printed.lower()
+
+
+def test_a_diverged_run_is_none_of_another_length(compare: Any, tmp_path: Path) -> None:
+    diverged = [one | {"loss": None} for one in lines(steps=40)]
+    folders = [write_run(tmp_path / "a", lines()), write_run(tmp_path / "b", diverged, optimizer__optimizer="sgdm")]
+    printed = compare(*folders, "--no-png")
+    assert "only group of runs that did not diverge" in printed
+    assert "runs of different lengths" not in printed and "its runs end between" not in printed
 
 
 def test_a_name_is_the_end_of_a_path_without_its_root() -> None:
@@ -87,6 +96,8 @@ def test_runs_of_the_same_name_are_told_apart(compare: Any, tmp_path: Path) -> N
     [
         ((), "no run is given"),
         (("nowhere",), "none of the folders holds a run"),
+        (("{run}/metrics.jsonl",), "run/metrics.jsonl is no run folder: it is a file; give the folder that holds it"),
+        (("{run}/..",), "/run/.. holds no metrics.jsonl; give the runs in it, "),
         (("{run}", "--basline", "x"), "unknown flag --basline; did you mean '--baseline'?"),
         (("{run}", "--baseline", "sgd"), "--baseline is 'sgd'; expected one of: Adam"),
         (("{run}", "--smoothing", "0"), "smoothing is 0; expected a positive number"),
@@ -97,7 +108,7 @@ def test_runs_of_the_same_name_are_told_apart(compare: Any, tmp_path: Path) -> N
 def test_mistakes(compare: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
     run = write_run(tmp_path / "run", lines())
     printed = compare(*(argument.format(run=run) for argument in arguments), status=2)
-    assert message in printed.splitlines()[-1]
+    assert message in printed
 
 
 def test_an_output_that_is_a_file(compare: Any, tmp_path: Path) -> None:

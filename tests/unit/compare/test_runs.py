@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.compare import runs
-from megatron01.compare.runs import Follower, parse_line, read_lines, read_run
+from megatron01.compare.runs import parse_line, read_lines, read_run
 from megatron01.errors import UserError
 from tests.unit.compare.folders import PARAMETERS, line, lines, write_run
 
@@ -112,6 +112,13 @@ def test_losses_that_are_not_finite_are_named(tmp_path: Path, losses: list[Any],
     assert run.diverged_at == (2 if losses[-1] is None else None)
 
 
+def test_a_loss_that_ends_far_above_where_it_began(tmp_path: Path) -> None:
+    content = [line(step, loss=loss) for step, loss in enumerate((8.0, 9.0, 6.0, 12.0, None, 10.0), start=1)]
+    run = read_run(write_run(tmp_path / "run", content))
+    assert run.diverged_at == 4
+    assert run.notes == ("diverged: from iteration 4 on the loss is far above 8, where it began",)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -175,7 +182,6 @@ def test_links_to_a_run_and_to_its_files_are_followed(tmp_path: Path) -> None:
     for name in ("folder", "files"):
         run = read_run(tmp_path / name)
         assert (run.last_iteration, run.replicas, run.notes) == (100, 4, ())
-        assert len(Follower(tmp_path / name / "metrics.jsonl").poll()) == len(lines())
 
 
 def test_a_run_without_its_other_files_is_still_read(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from megatron01 import cli
-from megatron01.compare.runs import Follower
 from megatron01.compare.watch import WatchedRun, lines_of, to_metrics
 from megatron01.monitor.run_directory import Heartbeat
 from tests.unit.compare.folders import line, lines, write_run
@@ -34,41 +33,33 @@ def iterations(found: list[dict[str, Any]]) -> list[int]:
 
 
 def test_a_file_that_grows_by_parts_of_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    follower = Follower(path)
-    assert follower.poll() == []
+    path, run = tmp_path / "metrics.jsonl", WatchedRun(tmp_path)
+    assert run.poll() == [] and not run.has_lines
     whole = text_of(1, 2)
     path.write_text(whole[:-10])
-    assert iterations(follower.poll()) == [1]
+    assert iterations(run.poll()) == [1]
     with path.open("a") as file:
         file.write(whole[-10:] + "nonsense\n")
-    assert iterations(follower.poll()) == [2] and iterations(follower.lines) == [1, 2]
-    assert follower.poll() == []
+    assert iterations(run.poll()) == [2] and run.poll() == []
 
 
 def test_a_run_that_goes_back_writes_its_file_anew(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path, run = tmp_path / "metrics.jsonl", WatchedRun(tmp_path)
     path.write_text(text_of(1, 2, 3))
-    follower = Follower(path)
-    follower.poll()
+    run.poll()
     (tmp_path / "new").write_text(text_of(1, 2) + text_of(3, loss=1.0))
     os.replace(tmp_path / "new", path)
-    assert [entry["loss"] for entry in follower.poll()] == [1.0]
-    assert iterations(follower.lines) == [1, 2, 3]
+    assert [entry["loss"] for entry in run.poll()] == [1.0]
 
 
 def test_a_new_run_in_the_same_folder(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path, run = tmp_path / "metrics.jsonl", WatchedRun(tmp_path)
     path.write_text(text_of(1, 2, 3))
-    follower = Follower(path)
-    follower.poll()
+    run.poll()
     path.rename(tmp_path / "metrics-1.jsonl")
-    assert follower.poll() == [] and len(follower.lines) == 3  # until a new file exists
+    assert run.poll() == [] and "3" in run.state()[1][1]  # until a new file exists
     path.write_text(text_of(1, loss=4.0))
-    assert iterations(follower.poll()) == [1] and iterations(follower.lines) == [1]
-    path.write_text("")  # the same file, truncated
-    follower.poll()
-    assert follower.lines == []
+    assert iterations(run.poll()) == [1] and run.state()[1][1].startswith("1")
 
 
 def test_the_state_of_a_run(tmp_path: Path) -> None:
@@ -131,13 +122,15 @@ def test_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([], "no run is given"),
         (["{empty}", "--once"], "holds no line of metrics"),
         (["{empty}/none"], "is no run folder: it does not exist"),
+        (["{runs}"], "holds no metrics.jsonl; give the runs in it, "),
         (["{empty}", "--interval", "0"], "interval is 0.0; expected seconds between"),
         (["{empty}", "--onse"], "did you mean '--once'"),
     ],
 )
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    write_run(tmp_path / "runs" / "run", lines())
     with pytest.raises(SystemExit) as caught:
-        cli.main(["watch", *(argument.format(empty=tmp_path) for argument in arguments)])
+        cli.main(["watch", *(argument.format(empty=tmp_path, runs=tmp_path / "runs") for argument in arguments)])
     assert caught.value.code == 2 and message in capsys.readouterr().err
 
 
