@@ -17,49 +17,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.files import text_or_empty, write_atomically
 
 
-class RunDirectory:
-    """``config.yaml``, ``environment.json``, ``metrics.jsonl`` and the other writers' files of one run.
+def describe_run(
+    folder: Path, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int
+) -> dict[str, Any]:
+    """Make the folder of a run, and write config.yaml and environment.json for the present attempt.
 
-    Raises UserError if the folder cannot be made.
+    Returns the content of the latter: the revision of the code, package versions, this machine's hardware, the launcher
+    and the command line.
     """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run_dir {path} cannot be made: {error.strerror}; give another --run-dir") from None
-
-        self.config_file, self.environment_file = self.path / "config.yaml", self.path / "environment.json"
-        self.metrics_file, self.last_step_file = self.path / "metrics.jsonl", self.path / "last_step.json"
-        self.tensorboard_folder = self.path / "tensorboard"
-
-    def describe(self, config_yaml: str, environment: LaunchEnvironment, *, resumed_iteration: int) -> dict[str, Any]:
-        """Write config.yaml and environment.json for the present attempt; returns the content of the latter.
-
-        That is the revision of the code, package versions, this machine's hardware, the launcher and the command line.
-        """
-        write_atomically(self.config_file, config_yaml)
-        record = {
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command_line": sys.argv,
-            "working_folder": os.getcwd(),
-            "launcher": environment.launcher,
-            "world_size": environment.world_size,
-            "processes_per_machine": environment.local_world_size,
-            "git": git_revision(Path(__file__).resolve().parents[2]),
-            "python": platform.python_version(),
-            "packages": _package_versions(),
-            "hardware": _hardware(),
-            "resumed_iteration": resumed_iteration,
-        }
-        write_atomically(self.environment_file, json.dumps(record, indent=2) + "\n")
-        return record
+    folder.mkdir(parents=True, exist_ok=True)
+    record = {
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command_line": sys.argv,
+        "working_folder": os.getcwd(),
+        "launcher": environment.launcher,
+        "world_size": environment.world_size,
+        "processes_per_machine": environment.local_world_size,
+        "git": git_revision(Path(__file__).resolve().parents[2]),
+        "python": platform.python_version(),
+        "packages": _package_versions(),
+        "hardware": _hardware(),
+        "resumed_iteration": resumed_iteration,
+    }
+    write_atomically(folder / "config.yaml", config_yaml)
+    write_atomically(folder / "environment.json", json.dumps(record, indent=2) + "\n")
+    return record
 
 
 def git_revision(root: Path) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, TrainingClock
-from megatron01.monitor.run_directory import Heartbeat, Restart, RunDirectory, read_heartbeat
+from megatron01.monitor.run_directory import Heartbeat, Restart, describe_run, read_heartbeat
 from megatron01.monitor.wandb_writer import WandbWriter
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.files import write_atomically, writing
@@ -74,7 +74,8 @@ class ConsoleWriter:
         if metrics.tokens_per_second is not None:
             columns.append(f"{format_count(metrics.tokens_per_second):>5} tok/s")
         if metrics.step_seconds is not None:
-            columns.append(f"{1000 * metrics.step_seconds:>5.4g} ms")
+            seconds = metrics.step_seconds
+            columns.append(f"{1000 * seconds:>5.4g} ms" if seconds < 10 else f"{seconds:>6.4g} s")
         if left := self._seconds_left(metrics):
             columns.append(f"{format_duration(left):>8} left")
         if metrics.eval_loss is not None:
@@ -263,21 +264,22 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
         return Recorder([])
     logging = config.logging
     with writing(f"run_dir {logging.run_dir}", "give another --run-dir"), ExitStack() as opened:
-        directory = RunDirectory(logging.run_dir)
-        record = directory.describe(dump_yaml(config), environment, resumed_iteration=resumed_iteration)
-        clock = TrainingClock.after(directory.metrics_file, resumed_iteration)
-        lines = JsonLinesWriter(directory.metrics_file, resumed_iteration=resumed_iteration)
+        folder = Path(logging.run_dir)
+        metrics_file, last_step_file = folder / "metrics.jsonl", folder / "last_step.json"
+        record = describe_run(folder, dump_yaml(config), environment, resumed_iteration=resumed_iteration)
+        clock = TrainingClock.after(metrics_file, resumed_iteration)
+        lines = JsonLinesWriter(metrics_file, resumed_iteration=resumed_iteration)
         opened.callback(lines.close)
         writers: list[Writer] = [ConsoleWriter(train_iters=config.training.train_iters), lines]
         if logging.tensorboard:
-            writers.append(TensorBoardWriter(directory.tensorboard_folder, resumed_iteration=resumed_iteration))
+            writers.append(TensorBoardWriter(folder / "tensorboard", resumed_iteration=resumed_iteration))
             opened.callback(writers[-1].close)
         if logging.wandb_project is not None:
-            last, checkpoints = read_heartbeat(directory.last_step_file), config.checkpoint.save
+            last, checkpoints = read_heartbeat(last_step_file), config.checkpoint.save
             wandb = WandbWriter(
-                directory.path,
+                folder,
                 project=logging.wandb_project,
-                name=logging.wandb_name or directory.path.resolve().name,
+                name=logging.wandb_name or folder.resolve().name,
                 mode=logging.wandb_mode,
                 config={**dataclasses.asdict(config), **record},
                 seq_length=config.data.seq_length,
@@ -287,7 +289,7 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
                 checkpoints=Path(checkpoints) if logging.wandb_checkpoints and checkpoints is not None else None,
             )
             writers.append(wandb)
-        heartbeat = Heartbeat(directory.last_step_file, resumed_iteration=resumed_iteration)
+        heartbeat = Heartbeat(last_step_file, resumed_iteration=resumed_iteration)
         opened.pop_all()  # the recorder closes them
         return Recorder(writers, heartbeat, clock)
 

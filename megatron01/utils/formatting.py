@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
-import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 
@@ -80,18 +78,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def wrapped_columns(rows: Sequence[Sequence[str]], widths: Sequence[int]) -> list[str]:
-    """Lines of a left-aligned table whose cells are wrapped to the given widths."""
-    lines = []
-    for row in rows:
-        cells = [
-            textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell, width in zip(row, widths, strict=True)
-        ]
-        for parts in itertools.zip_longest(*cells, fillvalue=""):
-            lines.append("  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip())
-    return lines
-
-
 # Sparklines.
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -107,23 +93,12 @@ def ramp(encoding: str | None) -> str:
     return BLOCKS
 
 
-def sparkline(values: Iterable[float], width: int, characters: str = BLOCKS, *, logarithmic: bool = False) -> str:
-    """Sparkline: the means of at most ``width`` equal intervals of ``values``, from lowest to highest character.
-
-    With ``logarithmic``, heights are logarithms, and a mean of 0 or less is a blank.
-    """
-    values = list(values)
-    size, longer = divmod(len(values), width)
-    bounds = [number * size + min(number, longer) for number in range(width + 1)]
+def sparkline(values: Sequence[float], width: int, characters: str = BLOCKS) -> str:
+    """Sparkline: the means of at most ``width`` equal intervals of ``values``, from lowest to highest character."""
+    bounds = [len(values) * number // width for number in range(width + 1)]
     means = [sum(values[first:end]) / (end - first) for first, end in itertools.pairwise(bounds) if end > first]
-    heights = [math.log(mean) if mean > 0 else None for mean in means] if logarithmic else means
-    present = [height for height in heights if height is not None]
-    lowest, highest = min(present, default=0.0), max(present, default=0.0)
-    return "".join(" " if height is None else _character(height, lowest, highest, characters) for height in heights)
-
-
-def _character(height: float, lowest: float, highest: float, characters: str) -> str:
+    lowest, highest = min(means), max(means)
     if highest - lowest <= 1e-12 * abs(highest):  # a constant but for rounding errors
-        return characters[0]
-    share = (height - lowest) / (highest - lowest)
-    return characters[min(len(characters) - 1, int(share * len(characters)))]
+        return characters[0] * len(means)
+    steps = len(characters) / (highest - lowest)
+    return "".join(characters[min(len(characters) - 1, int((mean - lowest) * steps))] for mean in means)

@@ -16,7 +16,7 @@ from megatron01.config import GPTPretrainConfig, LoggingConfig
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import Metrics
-from megatron01.monitor.run_directory import RunDirectory, git_revision
+from megatron01.monitor.run_directory import describe_run, git_revision
 from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, Recorder, open_recorder
 from megatron01.parallel import LaunchEnvironment
 
@@ -62,6 +62,8 @@ def test_console_lines_say_how_long_steps_take_and_what_is_left() -> None:
         console.write(metrics(iteration, step_seconds=0.5))
     lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
     assert lines == ["iter 10/100 500 ms 45.0 s left", "iter 20/100 500 ms 13.3 min left", "iter 100/100 500 ms"]
+    console.write(metrics(100, step_seconds=41.9))
+    assert stream.getvalue().endswith("    41.9 s\n")
 
 
 @pytest.mark.parametrize("linked", ["folder", "file"])
@@ -73,7 +75,7 @@ def test_metrics_are_written_through_links(tmp_path: Path, linked: str) -> None:
     else:
         run.mkdir()
         (run / "metrics.jsonl").symlink_to(real / "metrics.jsonl")
-    RunDirectory(run).describe("optimizer:\n", SINGLE, resumed_iteration=0)
+    describe_run(run, "optimizer:\n", SINGLE, resumed_iteration=0)
     writer = JsonLinesWriter(run / "metrics.jsonl", resumed_iteration=0)
     for iteration in (1, 2, 3):
         writer.write(metrics(iteration))
@@ -153,12 +155,12 @@ def test_the_run_folder_describes_the_run(tmp_path: Path) -> None:
     config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path / "runs" / "first")))
     with open_recorder(config, SINGLE, resumed_iteration=7) as recorder:
         recorder.write(metrics(8, loss=1.0))
-    directory = RunDirectory(config.logging.run_dir)
-    assert config_from_yaml(directory.config_file.read_text(), GPTPretrainConfig, source="config.yaml") == config
-    record = json.loads(directory.environment_file.read_text())
+    folder = tmp_path / "runs" / "first"
+    assert config_from_yaml((folder / "config.yaml").read_text(), GPTPretrainConfig, source="config.yaml") == config
+    record = json.loads((folder / "environment.json").read_text())
     assert record["packages"]["torch"] and record["hardware"]["cores"] >= 1 and record["command_line"] == sys.argv
     assert (record["world_size"], record["launcher"], record["resumed_iteration"]) == (1, "single process", 7)
-    assert iterations(directory.metrics_file) == [8]
+    assert iterations(folder / "metrics.jsonl") == [8]
 
 
 def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,8 +173,9 @@ def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_a_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be made: Not a directory; give another --run-dir"):
-        RunDirectory(tmp_path / "file" / "run")
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path / "file" / "run")))
+    with pytest.raises(UserError, match="run cannot be written: Not a directory; give another --run-dir"):
+        open_recorder(config, SINGLE)
 
 
 def test_git_revision_of_a_checkout_and_of_none(tmp_path: Path) -> None:
