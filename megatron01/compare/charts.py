@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +20,9 @@ import numpy as np
 from megatron01.compare.grouping import Curve, Group, OfRun, group_curve, iterations, smooth
 from megatron01.compare.runs import Column
 from megatron01.compare.summary import Row, Summary, held_out, train_loss
+from megatron01.errors import UserError
+from megatron01.utils.files import writing
 from megatron01.utils.formatting import format_bytes, format_count, format_duration
-from megatron01.utils.plotting import drawing, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -228,13 +232,41 @@ _TITLE_WIDTH = 50  # characters that fit above one chart
 _FEWEST_BARS = 4  # bars for which a chart in a file has space at least
 _FEW_POINTS = 25  # curves of at most so many points get markers
 _EARLY = 0.05  # first fraction of a run, whose losses may exceed the y range
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
+    "font.size": 9,
+    "svg.fonttype": "none",  # text as text, not paths
+    "svg.hashsalt": "megatron01",  # the same data give the same file
+    "text.parse_math": False,  # $ in a label is literal
+    "lines.scale_dashes": False,
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
     **dict.fromkeys(("xtick.bottom", "ytick.left", "xtick.minor.bottom"), False),
     "axes.grid": True,
     "axes.axisbelow": True,
 }
+
+
+def has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_matplotlib() -> None:
+    """Raises UserError if matplotlib is not installed; called before the work starts."""
+    if not has_matplotlib():
+        raise UserError(
+            "--png needs matplotlib, which is not installed; install it with: pip install 'megatron01[plot]', or give"
+            " --no-png, which draws nothing"
+        )
+
+
+@contextmanager
+def _settings(**changes: Any) -> Iterator[None]:
+    """Context manager with matplotlib's settings for all figures, and ``changes`` to them."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(_SETTINGS | changes), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # not worth a line on the terminal
+        yield
 
 
 def style_of(group: int | None) -> tuple[str, tuple[float, ...]]:
@@ -248,7 +280,7 @@ def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
 
     across = min(2, len(charts))
     down = -(-len(charts) // across)
-    with drawing(_SETTINGS):
+    with _settings(), writing(path):
         figure = Figure(figsize=(_FILE_SIZE[0] * across, _FILE_SIZE[1] * down), layout="constrained")
         places = np.asarray(figure.subplots(down, across, squeeze=False)).ravel()
         for place, chart in zip(places, charts, strict=False):
@@ -261,7 +293,7 @@ def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
             place.set_axis_off()
         if title:
             figure.suptitle(textwrap.fill(title, _TITLE_WIDTH * across), fontsize="large")
-        save_figure(figure, path)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else {})
 
 
 def to_svg(chart: Chart, section: str) -> str:
@@ -273,8 +305,8 @@ def to_svg(chart: Chart, section: str) -> str:
 
     height = _HEIGHT if isinstance(chart, LineChart) else _BAR_ROW * len(chart.bars) + 30
     name = f"{section}-{chart.key}"
-    no_ground = dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none")
-    with drawing(_SETTINGS | no_ground | {"font.size": FONT, "svg.hashsalt": name}):  # ids that are unique in the page
+    changes = {"figure.facecolor": "none", "axes.facecolor": "none", "font.size": FONT, "svg.hashsalt": name}
+    with _settings(**changes):  # the salt makes ids that are unique in the page
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
         _draw(figure.subplots(), chart)
         file = io.StringIO()

@@ -36,7 +36,6 @@ from megatron01.monitor.wandb_writer import (
 )
 from megatron01.utils.files import write_atomically, writing
 from megatron01.utils.formatting import columns, format_duration, markdown, one_line
-from megatron01.utils.plotting import require_matplotlib
 
 PAGE_NAME = "index.html"
 _MOST_NAMED = 4  # runs in a note
@@ -95,7 +94,7 @@ def compare(argv: Sequence[str], prog: str) -> None:
     if not folders:
         raise UserError(f"no run is given; expected {prog} RUN ..., each the folder of a run (its --run-dir)")
     if config.png:
-        require_matplotlib("--png", otherwise=", or give --no-png, which draws nothing")
+        charts.require_matplotlib()
     runs, notes = _read_runs(folders)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
@@ -228,7 +227,6 @@ def _describe(part: Part) -> str:
 
 # The comparison on wandb: a run of its own and, online, a report.
 
-IMPORTED = "imported_runs"
 _AXIS_WORDS = {STEP: "steps", TOKENS: "tokens", HOURS: "hours", BYTES: "bytes sent"}
 _OTHER_PANELS = (
     ("Learning rate", "schedule/lr"),
@@ -290,7 +288,7 @@ def _on_wandb(run: Run, config: CompareConfig, project: str) -> tuple[Path, str]
     logged = WandbRun.read(run.folder)
     if logged is not None:
         return run.folder, logged.id
-    folder = config.output / IMPORTED / run.name
+    folder = config.output / "imported_runs" / run.name
     imported = WandbRun.read(folder)
     if imported is not None:
         again = f"to do it again, remove {folder}"

@@ -13,12 +13,9 @@ from megatron01.compare import charts
 from megatron01.compare.charts import BarChart, Chart, LineChart, Panel
 from megatron01.compare.grouping import Section
 from megatron01.compare.summary import Summary, answers, caption_of, table
-from megatron01.utils.plotting import has_matplotlib
 
 _ROWS = 9  # rows of the table of a chart
 _COLUMNS = 5  # number columns that fit on a phone
-_CARD = (("held-out loss", "train loss"), ("time to loss", "steps to loss"), ("sent",), ("tokens/s",))
-"""Rows of a card: of each tuple, the first that the summary table has."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Part:
 
 
 def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
-    if not has_matplotlib():
+    if not charts.has_matplotlib():
         notes = [*notes, "charts are left out, and shown as tables; to draw them: pip install 'megatron01[plot]'"]
     moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     runs = sum(len(part.section.runs) for part in parts)
@@ -51,9 +48,7 @@ def render(title: str, parts: Sequence[Part], notes: Sequence[str] = ()) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         f'<meta name="color-scheme" content="light dark"><title>{escape(title)}</title>'
-        f"<style>{_style()}{switches}</style></head>\n<body>\n<main>"
-        + "\n".join(filter(None, body))
-        + "</main>\n</body></html>\n"
+        f"<style>{_style()}{switches}</style></head>\n<body>\n<main>" + "\n".join(body) + "</main>\n</body></html>\n"
     )
 
 
@@ -86,7 +81,10 @@ def _cards(part: Part) -> str:
     """Cards with the main numbers of each group."""
     header, *lines = table(part.summary)
     by_name = {line[0]: line[1:] for line in lines}
-    shown = [name for names in _CARD if (name := next(filter(by_name.__contains__, names), None)) is not None]
+    reached = ("steps to loss",) if part.summary.different_conditions else ("time to loss", "steps to loss")
+    # of each tuple, the first that the summary table has
+    wanted = (("held-out loss", "train loss"), reached, ("sent",), ("tokens/s",))
+    shown = [name for names in wanted if (name := next(filter(by_name.__contains__, names), None)) is not None]
     cards = []
     for number, label in enumerate(header[1:]):
         numbers = "".join(
@@ -148,7 +146,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str, n
 def _figure(chart: Chart, section: str) -> str:
     header, rows = numbers(chart)
     name = f"{section}-{chart.key}-table"
-    picture, is_open = (charts.to_svg(chart, section), "") if has_matplotlib() else ("", " open")
+    picture, is_open = (charts.to_svg(chart, section), "") if charts.has_matplotlib() else ("", " open")
     if picture and isinstance(chart, LineChart):
         keys = (
             f'<label for="{section}t{line.group}" class="{section}k{line.group}">{_swatch(line.group)}'

@@ -312,7 +312,9 @@ def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
             bad.append(count)
             continue
         times_back += bool(lines) and line["iteration"] <= lines[-1]["iteration"]
-        _append(lines, line)
+        while lines and lines[-1]["iteration"] >= line["iteration"]:  # steps that were repeated
+            lines.pop()
+        lines.append(line)
     notes = []
     if is_torn and bad and bad[-1] == count:
         bad.pop()
@@ -323,13 +325,6 @@ def read_lines(file: Iterable[bytes]) -> tuple[list[dict[str, Any]], list[str]]:
     if times_back:
         notes.append(f"the run goes back {times_back} time(s); of steps done again, the last time counts")
     return lines, notes
-
-
-def _append(lines: list[dict[str, Any]], line: dict[str, Any]) -> None:
-    """Append a line, dropping earlier ones of the same or later iterations (steps that were repeated)."""
-    while lines and lines[-1]["iteration"] >= line["iteration"]:
-        lines.pop()
-    lines.append(line)
 
 
 def parse_line(text: bytes) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ files         atomic writes, file locks, files shipped with the package
 ownership     exclusive ownership of an output folder by one job
 signals       stop requests: signals and time limit
 process_pool  worker processes
-formatting    numbers, tables and sparklines as text; ``plotting`` for figures
+formatting    numbers, tables and sparklines as text
 compilation   numba kernels and their cache on disk
 precision     dtypes of weights, and devices that support them
 """

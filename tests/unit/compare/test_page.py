@@ -97,6 +97,13 @@ def test_answers_and_main_numbers_come_first(tmp_path: Path) -> None:
     ]
 
 
+def test_cards_have_no_times_that_do_not_compare(tmp_path: Path) -> None:
+    other = write_run(tmp_path / "other", lines(), optimizer__optimizer="sgdm", training__precision="bf16")
+    text = page_of([write_run(tmp_path / "adam", lines()), other])
+    cards = text[text.index('class="cards"') : text.index('class="notes"')]
+    assert cards.count("<dt>steps to loss</dt>") == 2 and "time to loss" not in cards
+
+
 def test_each_chart_of_curves_has_a_legend_that_turns_groups_off(tmp_path: Path) -> None:
     text = page_of(write_family(tmp_path))
     figures = re.findall("<figure>.*?</figure>", text, re.DOTALL)
