@@ -9,11 +9,12 @@ import math
 import os
 import select
 import shutil
+import signal
 import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -76,8 +77,8 @@ def watch(argv: Sequence[str], prog: str) -> None:
                 raise UserError(f"{run.metrics_file} holds no line of metrics; the run has not come to its first one")
             print("\n".join(lines_of(run.state(), shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000)))
         elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-            with _single_keys():
-                _draw_until_end(run, config.interval)
+            with _keys() as is_quit_pressed:
+                _draw_until_end(run, config.interval, is_quit_pressed)
         else:
             _print_until_end(run, config.interval)
 
@@ -87,7 +88,7 @@ def lines_of(rows: Sequence[tuple[str, str]], width: int) -> list[str]:
     return [(f"{name:<6}{text}" if name else text)[:width] for name, text in rows]
 
 
-def _draw_until_end(run: WatchedRun, interval: float) -> None:
+def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[[float], bool]) -> None:
     """Redraw the state on a terminal until the run ends; rows are truncated at its width."""
     from rich.console import Group
     from rich.live import Live
@@ -109,29 +110,8 @@ def _draw_until_end(run: WatchedRun, interval: float) -> None:
             for text in texts:
                 text.no_wrap, text.overflow = True, "ellipsis"
             live.update(Group(*texts), refresh=True)
-            if is_over or _is_quit_pressed(interval):
+            if is_over or is_quit_pressed(interval):
                 return
-
-
-@contextlib.contextmanager
-def _single_keys() -> Iterator[None]:
-    """Context manager in which the terminal passes each key on at once, and does not show it."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-def _is_quit_pressed(seconds: float) -> bool:
-    """Wait some seconds, or until a key is pressed; True if it was q, or the terminal is closed."""
-    keyboard = [sys.stdin] if sys.stdin.isatty() else []
-    is_pressed = bool(select.select(keyboard, [], [], seconds)[0])
-    return is_pressed and os.read(sys.stdin.fileno(), 64)[:1] in b"qQ\x04"
 
 
 def _print_until_end(run: WatchedRun, interval: float) -> None:
@@ -144,6 +124,37 @@ def _print_until_end(run: WatchedRun, interval: float) -> None:
         if is_over:
             return
         time.sleep(interval)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Yields a function that waits some seconds and returns True if q or Ctrl-C was pressed meanwhile.
+
+    Ctrl-C is passed on through a pipe: a KeyboardInterrupt raised inside a destructor would be lost.
+    """
+    interrupted, interrupt = os.pipe()
+    sources = [interrupted]
+
+    def is_quit_pressed(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            for source in select.select(sources, [], [], left)[0]:
+                pressed = os.read(source, 64)
+                if not pressed or pressed[:1] in b"qQ\x04":
+                    return True
+        return False
+
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(os.close, interrupted)
+        at_end.callback(os.close, interrupt)
+        before = signal.signal(signal.SIGINT, lambda number, frame: os.write(interrupt, b"q"))
+        at_end.callback(signal.signal, signal.SIGINT, before)
+        if sys.stdin.isatty():
+            terminal = sys.stdin.fileno()
+            at_end.callback(termios.tcsetattr, terminal, termios.TCSADRAIN, termios.tcgetattr(terminal))
+            tty.setcbreak(terminal)
+            sources.append(terminal)
+        yield is_quit_pressed
 
 
 class WatchedRun:
