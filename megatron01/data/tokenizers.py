@@ -447,10 +447,6 @@ class SentencePieceTokenizer(Tokenizer):
         runs = ((control, list(run)) for control, run in groupby(map(int, ids), key=processor.is_control))
         return "".join("".join(map(self.token, run)) if control else processor.decode(run) for control, run in runs)
 
-    def is_control(self, token_id: int) -> bool:
-        """True for a control symbol, which never comes from text."""
-        return bool(self._processor.is_control(token_id))
-
     def token(self, token_id: int) -> str:
         return str(self._processor.id_to_piece(token_id))
 
