@@ -42,17 +42,13 @@ class Training(NamedTuple):
     loss: float | None  # mean over the last tenth of the steps; None if it was not finite, and training ended early
 
 
-def _no_progress(run: Run, done: int, total: int) -> None:
-    """Default of ``progress``."""
-
-
 def fine_tune(
     model: nn.Module,
     examples: Sequence[Any],
     collate: Collate,
     config: FineTuneConfig,
     run: Run,
-    progress: Progress = _no_progress,
+    progress: Progress,
 ) -> Training:
     """Train a model in place.
 
@@ -147,7 +143,7 @@ class FineTuneBench(ABC):
 
     @abstractmethod
     def columns(self, task: str) -> Sequence[Column]:
-        """Columns of the table of results; metrics of a diverged run are 0."""
+        """Columns of the table of results."""
 
     @abstractmethod
     def fingerprint(self, task: str) -> str:
@@ -201,31 +197,25 @@ class FineTuneBench(ABC):
         of_an_example = (ends[-1] - ends[0]) / max(1, len(examples) - first.batch_size)
         amounts = {task: self.amounts(task) for task in {run.task for run in runs}}
         of_a_unit = of_an_example * len(training_set) / max(1.0, amounts[first.task][0])
-        units = 0.0
-        for run in runs:
-            trained, evaluated = amounts[run.task]
-            units += self.config.epochs * trained + _EVALUATION_COST * evaluated
-        return of_a_unit * units
+        all_amounts = [amounts[run.task] for run in runs]
+        return of_a_unit * sum(self.config.epochs * train + _EVALUATION_COST * dev for train, dev in all_amounts)
 
-    def measure(self, run: Run, progress: Progress = _no_progress) -> Result:
-        """Train a model and evaluate it on the development sets."""
+    def measure(self, run: Run, progress: Progress) -> Result:
+        """Train a model and evaluate it on the development sets; the metrics of a diverged run are 0."""
         start = time.monotonic()
         model, training = self.train(run, progress)
-        metrics = {column.metric: 0.0 for column in self.columns(run.task)}
         diverged = training.loss is None
-        if not diverged:
-            metrics |= self.score(run, model)
         return Result(
             run=run,
             data=self.fingerprint(run.task),
-            metrics=metrics,
+            metrics={c.metric: 0.0 for c in self.columns(run.task)} if diverged else self.score(run, model),
             num_steps=training.num_steps,
             loss=training.loss,
             diverged=diverged,
             seconds=round(time.monotonic() - start, 3),
         )
 
-    def train(self, run: Run, progress: Progress = _no_progress) -> tuple[Any, Training]:
+    def train(self, run: Run, progress: Progress = lambda *_: None) -> tuple[Any, Training]:
         """Train the model of a run; returns it (a transformers model) and the outcome."""
         model, collate = self.new_model(run), partial(self.collate, run.task)
         return model, fine_tune(model, self.inputs(run.task)[0], collate, self.config, run, progress)

@@ -46,8 +46,9 @@ class Task:
     """A GLUE task."""
 
     name: TaskName  # as in the papers
-    first: tuple[str, ...]  # names of the column of sentences in different layouts
-    second: tuple[str, ...] = ()  # the same of the second sentences; empty for single sentences
+    # names of the column of (first) sentences in different layouts, and of the second; that is () for single sentences
+    first: tuple[str, ...] = ("sentence1", "premise")
+    second: tuple[str, ...] = ("sentence2", "hypothesis")
     label: tuple[str, ...] = ("label",)  # names of the label column, likewise
     labels: tuple[str, ...] = ("0", "1")  # class names by class number; empty for scores from 0 to 5
     # of the results; the first selects the best setting (accuracy rather than F1, as in the published tables)
@@ -72,20 +73,18 @@ def _task(name: TaskName, *columns: Column, **others: Any) -> Task:
     return Task(name=name, columns=columns, **{"test": (Split(names=("test",), submission=f"{name}.tsv"),)} | others)
 
 
-_PAIR: dict[str, Any] = {"first": ("sentence1",), "second": ("sentence2",)}
 _ENTAILMENT = ("entailment", "not_entailment")
-_PREMISE: dict[str, Any] = {"first": ("sentence1", "premise"), "second": ("sentence2", "hypothesis")}
 _TASKS = [
-    _task("RTE", Column("accuracy", "RTE"), **_PREMISE, labels=_ENTAILMENT),
+    _task("RTE", Column("accuracy", "RTE"), labels=_ENTAILMENT),
     _task("MRPC", Column("accuracy", "MRPC"), Column("f1", "MRPC F1"), first=("#1 String", "sentence1"),
           second=("#2 String", "sentence2"), label=("Quality", "label")),
-    _task("CoLA", Column("matthews", "CoLA"), first=("sentence",),
+    _task("CoLA", Column("matthews", "CoLA"), first=("sentence",), second=(),
           headless_tsv=("source", "label", "mark", "sentence")),
-    _task("SST-2", Column("accuracy", "SST-2"), first=("sentence",)),
+    _task("SST-2", Column("accuracy", "SST-2"), first=("sentence",), second=()),
     _task("QNLI", Column("accuracy", "QNLI"), first=("question",), second=("sentence",), labels=_ENTAILMENT),
     _task("QQP", Column("accuracy", "QQP"), Column("f1", "QQP F1"), first=("question1",), second=("question2",),
           label=("is_duplicate", "label"), has_incomplete_rows=True),
-    _task("MNLI", Column("accuracy_matched", "MNLI-m"), Column("accuracy_mismatched", "MNLI-mm"), **_PREMISE,
+    _task("MNLI", Column("accuracy_matched", "MNLI-m"), Column("accuracy_mismatched", "MNLI-mm"),
           label=("gold_label", "label"), labels=("entailment", "neutral", "contradiction"),
           dev=(Split(names=("dev_matched", "validation_matched")),
                Split(names=("dev_mismatched", "validation_mismatched"))),
@@ -93,9 +92,9 @@ _TASKS = [
                 Split(names=("test_mismatched",), submission="MNLI-mm.tsv"),
                 Split(names=("diagnostic", "test"), folders=("diagnostic", "ax"), submission="AX.tsv",
                       is_optional=True))),
-    _task("STS-B", Column("spearman", "STS-B"), Column("pearson", "STS-B Pearson"), **_PAIR,
-          label=("score", "label"), labels=()),
-    _task("WNLI", Column("accuracy", "WNLI"), **_PAIR),
+    _task("STS-B", Column("spearman", "STS-B"), Column("pearson", "STS-B Pearson"), label=("score", "label"),
+          labels=()),
+    _task("WNLI", Column("accuracy", "WNLI")),
 ]  # fmt: skip
 TASKS: dict[str, Task] = {task.name: task for task in _TASKS}
 
@@ -107,11 +106,10 @@ ENDINGS = (".tsv", ".jsonl", ".json", ".parquet")
 Rows = Iterator[tuple[str, Mapping[str, Any]]]  # place (file and line, for messages) and columns by name of each row
 
 
-def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows:
+def _rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows:
     """The rows of a file with one of ``ENDINGS``; ``wanted``: for each needed column, the names that it may have.
 
-    A TSV file has a header and no quoting: a quotation mark is text. Raises UserError if the file cannot be read, or is
-    a TSV file that lacks a column.
+    Raises UserError if the file cannot be read, or is a TSV file that lacks a column.
     """
     try:
         if path.suffix == ".tsv":
@@ -119,7 +117,8 @@ def read_rows(path: Path, task: Task, wanted: Sequence[tuple[str, ...]]) -> Rows
         elif path.suffix == ".parquet":
             yield from _parquet(path)
         else:
-            yield from _json_lines(path)
+            for place, line in _lines(path):
+                yield place, json_object(line, place, expected="an object with the columns by name in each line")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -133,21 +132,20 @@ def _column(names: tuple[str, ...], row: Collection[str], place: str) -> str:
 
 
 def _tsv(path: Path, headless: tuple[str, ...], wanted: Sequence[tuple[str, ...]]) -> Rows:
-    """Rows of a TSV file; missing columns of a truncated row are None."""
+    """Rows of a TSV file without quoting: a quotation mark is text. Missing columns of a truncated row are None."""
     lines = _lines(path)
-    _, first = next(lines, (1, ""))
+    place, first = next(lines, (f"{path} line 1", ""))
     header: Sequence[str] = first.split("\t")
     if headless and not set(headless) & set(header):
         header, lines = headless, _lines(path)
     for names in wanted:
-        _column(names, header, f"{path} line 1")
-    for number, line in lines:
-        fields = line.split("\t")
-        yield f"{path} line {number}", dict(itertools.zip_longest(header, fields[: len(header)]))
+        _column(names, header, place)
+    for place, line in lines:
+        yield place, dict(itertools.zip_longest(header, line.split("\t")[: len(header)]))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Non-empty lines with their numbers; only \\n ends a line, as texts hold other line breaks.
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Non-empty lines with their places for messages; only \\n ends a line, as texts hold other line breaks.
 
     A byte order mark is left out; MRPC's files begin with one.
     """
@@ -158,13 +156,7 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             except UnicodeDecodeError as error:
                 raise UserError(f"{path} line {number} is not UTF-8 text ({error.reason})") from error
             if text:
-                yield number, text
-
-
-def _json_lines(path: Path) -> Rows:
-    for number, line in _lines(path):
-        place = f"{path} line {number}"
-        yield place, json_object(line, place, expected="an object with the columns by name in each line")
+                yield f"{path} line {number}", text
 
 
 def _parquet(path: Path) -> Rows:
@@ -205,18 +197,15 @@ class TaskData:
     @cached_property
     def fingerprint(self) -> str:
         """Fingerprint of the sets, independent of the layout of their files."""
-        sets = [
-            [[example.first, example.second, example.label] for example in part] for part in (self.train, *self.dev)
-        ]
-        return fingerprint_of(*sets)
+        sets = (self.train, *self.dev)
+        return fingerprint_of(*([[one.first, one.second, one.label] for one in examples] for examples in sets))
 
 
 def read_task(data: str, task: Task, max_train: int | None = None, max_dev: int | None = None) -> TaskData:
-    """The labelled examples of a task.
+    """The labelled examples of a task; of each set, at most ``max_train`` or ``max_dev``.
 
-    ``data`` is a folder with one folder for each task, or a data set of the hub; of each set, at most ``max_train`` or
-    ``max_dev`` examples are read. Raises UserError if a file or column is missing, or a value cannot be used; it names
-    file and line.
+    ``data`` is a folder with one folder for each task, or a data set of the hub. Raises UserError, which names file and
+    line, if a file or column is missing, or a value cannot be used.
     """
     notes: list[str] = []
     train = read_split(data, task, _TRAIN, limit=max_train, notes=notes)
@@ -238,11 +227,11 @@ def read_split(
         path = _find(Path(data), task, split)
         if path is None:
             return []
-        rows, source = read_rows(path, task, wanted), str(path)
+        rows, source = _rows(path, task, wanted), str(path)
     elif _HUB_NAME.fullmatch(data):
         rows, source = _from_hub(data, name, split), f"{data} {name} {split.names[0]}"
     else:
-        raise UserError(f"input is {data!r}, which does not exist; expected a folder with one for each task")
+        raise UserError(f"input is {data!r}, which is not a folder; expected one with a folder for each task")
     examples: list[Example] = []
     incomplete: list[str] = []
     for place, row in itertools.islice(rows, limit):
@@ -376,12 +365,11 @@ class GlueBench(FineTuneBench):
 
     def amounts(self, task: str) -> tuple[float, float]:
         """Tokens of the training set and of the development sets, estimated from their numbers of characters."""
-
-        def tokens(examples: Sequence[Example]) -> float:
-            lengths = (len(example.first) + len(example.second or "") for example in examples)
-            return sum(min(self.config.max_length, 3 + length / 4) for length in lengths)
-
-        return tokens(self.data(task).train), sum(map(tokens, self.data(task).dev))
+        train, *dev = (
+            sum(min(self.config.max_length, 3 + len(f"{one.first}{one.second or ''}") / 4) for one in examples)
+            for examples in (self.data(task).train, *self.data(task).dev)
+        )
+        return train, sum(dev)
 
     def columns(self, task: str) -> Sequence[Column]:
         return TASKS[task].columns
@@ -399,19 +387,17 @@ class GlueBench(FineTuneBench):
     def inputs(self, task: str) -> list[list[Labelled]]:
         """As the base class; the sets of the last task are cached."""
         if self._inputs is None or self._inputs[0] != task:
-            data = self.data(task)
             sets = [
                 list(map(Labelled, self._encode(task, examples), (example.label for example in examples)))
-                for examples in (data.train, *data.dev)
+                for examples in (self.data(task).train, *self.data(task).dev)
             ]
             self._inputs = (task, sets)
         return self._inputs[1]
 
     def collate(self, task: str, examples: Sequence[Labelled]) -> dict[str, Tensor]:
         """Model inputs with ``labels``: int64[examples], or float32[examples] for scores."""
-        labels = torch.tensor(
-            [example.label for example in examples], dtype=torch.float32 if TASKS[task].is_regression else torch.int64
-        )
+        dtype = torch.float32 if TASKS[task].is_regression else torch.int64
+        labels = torch.tensor([example.label for example in examples], dtype=dtype)
         return self.source(task).encoder.collate([example.encoded for example in examples]) | {"labels": labels}
 
     def score(self, run: Run, model: Any) -> dict[str, float]:

@@ -157,15 +157,12 @@ def _result(entries: dict[str, Any], run: Run, metrics: Iterable[str]) -> Result
     raise UserError(f"the file of {run} does not hold the result of that run")
 
 
-@dataclass(frozen=True)
-class TableRow:
+class TableRow(NamedTuple):
     """A row of the comparison table: name of a model, and percentages by column title."""
 
     model: str
     values: Mapping[str, float]
 
-
-_NUMBER = re.compile(r"[+-]?[\d.]")  # start of a cell with a number, or a range of two
 
 _TITLES = ("RTE", "MRPC", "CoLA", "SST-2", "QNLI", "QQP", "MNLI-m", "MNLI-mm")
 _GLUE = {
@@ -220,12 +217,11 @@ def _row(entries: Mapping[str, str | None], place: str) -> TableRow:
         if title == "model" or not text or text.strip() in ("", "-"):
             continue
         try:
-            value = float(text)
+            values[title] = float(text)
         except ValueError:
-            value = math.nan
-        if not -100 <= value <= 100:
+            values[title] = math.nan
+        if not -100 <= values[title] <= 100:
             raise UserError(f"{place}: {title} is {text!r}; expected a number in per cent")
-        values[title] = value
     return TableRow(entries["model"], values)
 
 
@@ -241,12 +237,10 @@ class Setting:
     def values(self, metric: str) -> list[float]:
         return [result.metrics[metric] for result in self.results]
 
-    def median(self, metric: str) -> float:
-        return statistics.median(self.values(metric))
-
     def spread(self, metric: str) -> tuple[float, float, float]:
         """Median, lowest and highest value."""
-        return self.median(metric), min(self.values(metric)), max(self.values(metric))
+        values = self.values(metric)
+        return statistics.median(values), min(values), max(values)
 
     @property
     def num_diverged(self) -> int:
@@ -261,8 +255,7 @@ def settings_of(results: Iterable[Result]) -> list[Setting]:
     """Results grouped by setting, in order of first appearance."""
     found: dict[tuple[str, int, float], list[Result]] = {}
     for result in results:
-        run = result.run
-        found.setdefault((run.task, run.batch_size, run.learning_rate), []).append(result)
+        found.setdefault((result.run.task, result.run.batch_size, result.run.learning_rate), []).append(result)
     return [Setting(*key, tuple(sorted(group, key=lambda result: result.run.seed))) for key, group in found.items()]
 
 
@@ -271,18 +264,20 @@ def best_settings(settings: Iterable[Setting], columns_of: Columns) -> dict[str,
 
     Settings with more finished runs are preferred, as a median of few runs is often too good.
     """
+
+    def rank(setting: Setting) -> tuple[int, float]:
+        return len(setting.results), setting.spread(columns_of[setting.task][0].metric)[0]
+
     best: dict[str, Setting] = {}
     for setting in settings:
-        metric = columns_of[setting.task][0].metric
-        rival = best.get(setting.task)
-        if rival is None or (len(setting.results), setting.median(metric)) > (len(rival.results), rival.median(metric)):
+        if setting.task not in best or rank(setting) > rank(best[setting.task]):
             best[setting.task] = setting
     return best
 
 
 def own_row(name: str, best: Mapping[str, Setting], columns_of: Columns) -> TableRow:
     """The comparison row of the fine-tuned model: medians of the best settings, in per cent."""
-    medians = {c.title: 100 * setting.median(c.metric) for task, setting in best.items() for c in columns_of[task]}
+    medians = {c.title: 100 * setting.spread(c.metric)[0] for task, setting in best.items() for c in columns_of[task]}
     return TableRow(name, medians)
 
 
@@ -331,14 +326,12 @@ def latex(cells: Sequence[Sequence[str]]) -> str:
     return "\n".join([*lines, r"\hline", r"\end{tabular}"]) + "\n"
 
 
+_FORMULA = re.compile(r"^([=@]|[+-](?![\d.]))(?=.)")  # start of a formula, but not of a number with a sign
+
+
 def to_csv(cells: Iterable[Sequence[str]]) -> str:
     """Cells as CSV, each on one line; cells that a spreadsheet would execute as formulas get an apostrophe in front."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([[_without_formula(cell) for cell in row] for row in cells])
+    lines = [[_FORMULA.sub(r"'\1", one_line(cell)) for cell in row] for row in cells]
+    csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()
-
-
-def _without_formula(cell: str) -> str:
-    cell = one_line(cell)
-    is_formula = len(cell) > 1 and cell.startswith(("=", "+", "-", "@")) and not _NUMBER.match(cell)
-    return f"'{cell}" if is_formula else cell

@@ -12,7 +12,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,16 +145,12 @@ def windows(
             continue
         whole = backend.post_process(asked, context)
         spans = np.asarray(context.offsets, dtype=np.int32)  # not those of ``whole``: RoBERTa's would be trimmed twice
-        ranges = _window_ranges(len(spans), capacity, doc_stride)
+        step = min(doc_stride, capacity)
+        # the last window is the first that reaches the end of the context
+        starts = range(0, max(1, len(spans) - capacity + step), step)
+        ranges = [range(start, min(start + capacity, len(spans))) for start in starts]
         found += _windows_of(number, whole, spans, ranges, question.answers[0])
     return found
-
-
-def _window_ranges(num_tokens: int, capacity: int, doc_stride: int) -> list[range]:
-    """The tokens of each window; the last one reaches the end of the context."""
-    step = min(doc_stride, capacity)
-    count = 1 + max(0, -(-(num_tokens - capacity) // step))
-    return [range(start, min(start + capacity, num_tokens)) for start in range(0, count * step, step)]
 
 
 def _windows_of(
@@ -189,8 +185,7 @@ def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
     for number, tokens in enumerate(ranges):
         left = np.arange(len(tokens))
         scores[number, tokens.start : tokens.stop] = np.minimum(left, left[::-1]) + 0.01 * len(tokens)
-    result: NDArray[np.int64] = scores.argmax(axis=0)
-    return result
+    return scores.argmax(axis=0)
 
 
 def _tokens_of(answer: Answer, spans: NDArray[np.int32]) -> tuple[int, int]:
@@ -203,14 +198,11 @@ def _tokens_of(answer: Answer, spans: NDArray[np.int32]) -> tuple[int, int]:
 def collate(examples: Sequence[Window], encoder: TextEncoder) -> dict[str, Tensor]:
     """Keyword arguments of a model for a batch, with ``start_positions`` and ``end_positions``, int64[examples]."""
     starts, ends = zip(*(window.answer for window in examples), strict=True)
-    return encoder.collate([window.encoded for window in examples]) | {
-        "start_positions": torch.tensor(starts, dtype=torch.int64),
-        "end_positions": torch.tensor(ends, dtype=torch.int64),
-    }
+    answers = {"start_positions": torch.tensor(starts), "end_positions": torch.tensor(ends)}
+    return encoder.collate([window.encoded for window in examples]) | answers
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A candidate answer: a span of a context."""
 
     text: str
@@ -266,7 +258,7 @@ def _best(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
     chosen = list(best.values())[:count]
     scores = torch.tensor([candidate.score for candidate in chosen], dtype=torch.float64)
     shares = scores.softmax(0).tolist()
-    return [replace(candidate, probability=share) for candidate, share in zip(chosen, shares, strict=True)]
+    return [candidate._replace(probability=share) for candidate, share in zip(chosen, shares, strict=True)]
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -340,7 +332,7 @@ class SquadBench(FineTuneBench):
             self.dev_set, self._span_logits(model), count=config.n_best, max_answer_length=config.max_answer_length
         )
         folder = self.answers_folder(run)
-        candidates = {name: [asdict(candidate) for candidate in found] for name, found in answers.items()}
+        candidates = {name: [candidate._asdict() for candidate in found] for name, found in answers.items()}
         predicted = {name: found[0].text for name, found in answers.items() if found}
         write_file(folder / "nbest_predictions.json", json.dumps(candidates, indent=1) + "\n")
         write_file(folder / "predictions.json", json.dumps(dict.fromkeys(answers, "") | predicted, indent=1) + "\n")

@@ -22,23 +22,18 @@ from megatron01.finetune.results import Result, Run, Setting
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import columns, format_duration, markdown
 from megatron01.utils.precision import require_support, takes_gpu
-from megatron01.utils.process_pool import ProcessPool, Report, Work, WorkerDied
+from megatron01.utils.process_pool import ProcessPool, Work, WorkerDied
 from megatron01.utils.signals import Stopped
 
 SECONDS_BETWEEN_STEPS = 60.0  # interval of progress reports where there is no progress bar
-
-OpenBench = Callable[[Any, torch.device], FineTuneBench]
-"""Picklable function that constructs a bench in a worker process, from settings and a device."""
 
 
 def grid(
     tasks: Iterable[str], batch_sizes: Iterable[int], learning_rates: Iterable[float], seeds: Iterable[int]
 ) -> list[Run]:
     """All runs, ordered by task, then by seed, then by batch size and learning rate."""
-    return [
-        Run(task, batch_size, learning_rate, seed)
-        for task, seed, batch_size, learning_rate in itertools.product(tasks, seeds, batch_sizes, learning_rates)
-    ]
+    order = itertools.product(tasks, seeds, batch_sizes, learning_rates)
+    return [Run(task, batch_size, rate, seed) for task, seed, batch_size, rate in order]
 
 
 def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
@@ -46,10 +41,8 @@ def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
 
     Raises UserError if the numbers of the array's tasks are not consecutive.
     """
-    defaults = {"ID": "0", "COUNT": "1", "MIN": "0", "STEP": "1"}
-    number, count, first, step = (
-        int(environment.get(f"SLURM_ARRAY_TASK_{name}", default)) for name, default in defaults.items()
-    )
+    defaults = {"ID": 0, "COUNT": 1, "MIN": 0, "STEP": 1}
+    number, count, first, step = (int(environment.get(f"SLURM_ARRAY_TASK_{name}", defaults[name])) for name in defaults)
     index = (number - first) // step
     if not 0 <= index < count:
         raise UserError(
@@ -73,7 +66,7 @@ def devices_for(config: FineTuneConfig) -> list[torch.device]:
 
 
 def run_in_processes(
-    open_bench: OpenBench,
+    open_bench: Callable[[Any, torch.device], FineTuneBench],
     config: Any,
     runs: Sequence[Run],
     done: Callable[[Result], None],
@@ -82,7 +75,7 @@ def run_in_processes(
     devices: Sequence[torch.device],
     jobs: int,
 ) -> None:
-    """Execute runs in ``jobs`` worker processes for each device.
+    """Execute runs in ``jobs`` worker processes for each device, which construct benches by ``open_bench``.
 
     ``done`` is called with the result of each run, ``progress`` at most once a minute for each run. Raises
     UserErrors of runs, and FaultError if a worker process dies.
@@ -102,15 +95,11 @@ def run_in_processes(
         ) from None
 
 
-def _open_worker(open_bench: OpenBench, config: Any, device: torch.device, num_threads: int) -> Work:
+def _open_worker(open_bench: Callable[..., FineTuneBench], config: Any, device: torch.device, num_threads: int) -> Work:
     """The function that executes a run in a worker process; it reports (run, steps done, total steps)."""
     torch.set_num_threads(num_threads)
     bench = open_bench(config, device)
-
-    def work(run: Run, report: Report) -> Result:
-        return measure(bench, run, _each_minute(lambda *step: report(step)))
-
-    return work
+    return lambda run, report: measure(bench, run, _each_minute(lambda *step: report(step)))
 
 
 def measure(bench: FineTuneBench, run: Run, progress: Progress) -> Result:
@@ -217,10 +206,9 @@ class Sweep:
 
     def _find_results(self) -> None:
         """Read the finished results, also those of other tasks of an array."""
-        data_of = {task: self._bench.fingerprint(task) for task in self._columns_of}
         for run in self._runs:
             metrics = [column.metric for column in self._columns_of[run.task]]
-            result = self._folder.result(run, data_of[run.task], metrics)
+            result = self._folder.result(run, self._bench.fingerprint(run.task), metrics)
             if result is not None:
                 self._results[run] = result
 

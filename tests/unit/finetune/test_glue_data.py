@@ -181,7 +181,9 @@ def test_what_cannot_be_used_is_named(task, file, content, message, tmp_path):
 
 
 def test_a_task_without_a_folder(tmp_path):
-    with pytest.raises(UserError, match=f"input is '{tmp_path}/none', which does not exist; expected a folder"):
-        read_task(f"{tmp_path}/none", TASKS["SST-2"])
+    (tmp_path / "file.tsv").write_text("")
+    for name in ("none", "file.tsv"):
+        with pytest.raises(UserError, match=f"input is '{tmp_path}/{name}', which is not a folder; expected one with"):
+            read_task(f"{tmp_path}/{name}", TASKS["SST-2"])
     with pytest.raises(UserError, match=f"{tmp_path} has no folder for SST-2; expected {tmp_path}/SST-2"):
         read_task(str(tmp_path), TASKS["SST-2"])
