@@ -93,8 +93,7 @@ class _Architecture:
 
     name: str  # of the class there, without its head
     settings: dict[str, tuple[str, Any]]  # name here -> (name there, default there)
-    # settings there -> (the supported values, the default first; what other values mean)
-    required: dict[str, tuple[tuple[Any, ...], str]]
+    required: dict[str, tuple[Any, ...]]  # settings there -> the supported values, the default first
     tensors: tuple[_Tensors, ...]  # of the model, without BERT's head for sentence pairs
     tied: dict[str, str]  # names of tied tensors in the state dict there: copy -> original
 
@@ -111,12 +110,12 @@ _BERT_SETTINGS = {
     "attention_dropout": ("attention_probs_dropout_prob", 0.1),
 }
 _BERT_REQUIRED = {
-    "position_embedding_type": (("absolute",), "relative positions"),
-    "is_decoder": ((False,), "a decoder"),
-    "add_cross_attention": ((False,), "cross-attention"),
-    "tie_word_embeddings": ((True,), "untied word embeddings"),
-    "type_vocab_size": ((2,), "another number of token types"),
-    "hidden_act": (("gelu", "gelu_python"), "another activation"),
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+    "type_vocab_size": (2,),
+    "hidden_act": ("gelu", "gelu_python"),
 }
 _ARCHITECTURES = {
     "gpt2": _Architecture(
@@ -133,12 +132,11 @@ _ARCHITECTURES = {
             "attention_dropout": ("attn_pdrop", 0.1),
         },
         required={
-            "scale_attn_weights": ((True,), "attention scores that are not scaled"),
-            "scale_attn_by_inverse_layer_idx": ((False,), "attention scores divided by the layer's number"),
-            "add_cross_attention": ((False,), "cross-attention"),
-            "tie_word_embeddings": ((True,), "untied word embeddings"),
-            # three spellings of one function
-            "activation_function": (("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "another activation"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+            "tie_word_embeddings": (True,),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),  # three spellings of one function
         },
         tensors=_GPT2_TENSORS,
         tied={"lm_head.weight": "transformer.wte.weight"},
@@ -207,10 +205,10 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     architecture = _ARCHITECTURES[kind]
     if "quantization_config" in entries:
         raise UserError(f"{source} has a quantization_config; expected weights in fp32, bf16 or fp16")
-    for name, (allowed, otherwise) in architecture.required.items():
+    for name, allowed in architecture.required.items():
         value = entries.get(name, allowed[0])
         if value not in allowed:
-            raise UserError(f"{name} is {value!r} in {source}; models here have {allowed[0]!r} only, not {otherwise}")
+            raise UserError(f"{name} is {value!r} in {source}; models here have {allowed[0]!r} only")
     settings: dict[str, Any] = {}
     for ours, (theirs, default) in architecture.settings.items():
         value = entries.get(theirs, default)
@@ -275,7 +273,15 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
     """
     if config.num_layers > len(state):  # before names for so many layers are built
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
-    left = {_current_name(name, config): tensor for name, tensor in state.items() if not name.endswith(_BUFFERS)}
+    is_bert = isinstance(config, BertModelConfig)
+    left = {}
+    for name, tensor in state.items():
+        if is_bert:  # the first releases called the norms' parameters gamma and beta
+            name = name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+        elif not name.startswith(("transformer.", "lm_head.")):  # published GPT-2 files are without the head
+            name = f"transformer.{name}"
+        if not name.endswith(_BUFFERS):
+            left[name] = tensor
     for name, original in _ARCHITECTURES[_model_type(config)].tied.items():
         copy = left.pop(name, None)
         if copy is not None and original in left and not torch.equal(copy, left[original]):
@@ -315,14 +321,6 @@ def _imported(tensors: list[Tensor], kind: Kind, config: Config, vocab_size: int
             raise RuntimeError(f"{num_ids} rows for {vocab_size} ids")
         return with_rows(tensor, num_ids, padded_vocab_size(num_ids, config.make_vocab_size_divisible_by))
     return tensor
-
-
-def _current_name(name: str, config: Config) -> str:
-    """A tensor's name in current releases of transformers."""
-    if isinstance(config, BertModelConfig):  # the first releases called the norms' parameters gamma and beta
-        return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
-    # published GPT-2 files are those of the model without its head, whose names lack the prefix
-    return name if name.startswith(("transformer.", "lm_head.")) else f"transformer.{name}"
 
 
 def _check_names(found: Collection[str], expected: Sequence[str], source: str) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import pickletools
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ import torch
 from megatron01.errors import UserError
 
 _LARGEST_PICKLE = 256 << 20  # bytes of the pickle in a file, without tensor data
-_LEGACY_PICKLES = 4  # of the legacy format, without zip: magic number, protocol, system, contents
 
 
 class StandIn:
@@ -44,25 +41,34 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
         is_zip = zipfile.is_zipfile(path)
         if is_zip:
             _check_sizes(path)
-        admitted: list[Any] = []
-        if stand_ins:
-            operations = _operations(path, is_zip)
-            names = {str(argument).replace(" ", ".") for kind, argument, _ in operations if kind.name == "GLOBAL"}
-            admitted = [(StandIn, name) for name in names if name.split(".")[0] in stand_ins]
-            admitted.append((argparse.Namespace, "argparse.Namespace"))
-        with torch.serialization.safe_globals(admitted):
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        admitted: list[Any] = [(argparse.Namespace, "argparse.Namespace")] if stand_ins else []
+        while True:
+            try:
+                with torch.serialization.safe_globals(admitted):
+                    content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+                break
+            except pickle.UnpicklingError as error:
+                name = _refused_class(error)
+                if name is None or name.split(".")[0] not in stand_ins or (StandIn, name) in admitted:
+                    raise
+                admitted.append((StandIn, name))
         _check_strides(content)
         return content
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a damaged pickle can raise nearly anything
+        if (name := _refused_class(error)) is not None:
+            raise UserError(f"{path} holds an object of {name}, which is not data; it is not loaded") from error
         reason = " ".join(str(error).split())
-        if refused := re.search(r"nsupported (?:global: )?GLOBAL (\S+)", reason):
-            raise UserError(f"{path} holds an object of {refused[1]}, which is not data; it is not loaded") from error
         if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
             reason = str(error.__context__)  # without torch's advice to load the file unsafely
         raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error
+
+
+def _refused_class(error: Exception) -> str | None:
+    """Name of the class or function that torch refuses to load; None for any other error."""
+    match = re.search(r"nsupported\s+(?:global:\s+)?GLOBAL\s+(\S+)", str(error))
+    return None if match is None else match[1]
 
 
 def _check_sizes(path: Path) -> None:
@@ -86,16 +92,3 @@ def _check_strides(content: Any) -> None:
         elif isinstance(value, dict | list | tuple | set) and id(value) not in seen:
             seen.add(id(value))
             waiting.extend([*value.values(), *value] if isinstance(value, dict) else value)
-
-
-def _operations(path: Path, is_zip: bool) -> Iterator[tuple[pickletools.OpcodeInfo, Any, int | None]]:
-    """The opcodes of the pickles in a file, parsed but not executed."""
-    if is_zip:
-        with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
-                if entry.filename.endswith("/data.pkl"):
-                    yield from pickletools.genops(archive.read(entry))
-    else:
-        with open(path, "rb") as file:
-            for _ in range(_LEGACY_PICKLES):
-                yield from pickletools.genops(file)
