@@ -346,6 +346,7 @@ def _swap_heads_and_three(tensor: Tensor, first: int, second: int) -> Tensor:
 CONFIG_FILE = "config.json"
 _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
+_LFS_POINTER = b"version https://git-lfs"
 _FILE = "a file of transformers"
 _SAMPLE_TEXT = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
 
@@ -365,7 +366,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     config_file = path / CONFIG_FILE
     entries = read_json_object(config_file, expected=_FILE)
     config, num_ids = from_hf_config(entries, str(config_file))
-    weights = from_hf(_read_weights(path), config, num_ids)
+    weights = from_hf(read_weights(path), config, num_ids)
     refuse_non_finite(weights, str(path))
     own = find_tokenizer(path, model_type=_model_type(config))
     files = tokenizer or own
@@ -433,8 +434,11 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision) -> 
     return notes
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a folder by name; files are memory-mapped, so that only tensors that are used take memory."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a folder by name; files are memory-mapped, so that only tensors that are used take memory.
+
+    Raises UserError if there are none, or a file is damaged.
+    """
     for name in (_SAFETENSORS, _PICKLED):
         index = folder / f"{name}.index.json"
         if not index.is_file() and not (folder / name).is_file():
@@ -442,6 +446,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for file in _shards(index) if index.is_file() else [folder / name]:
             try:
+                with open(file, "rb") as opened:
+                    is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+                if is_pointer:
+                    raise UserError(f"{file} is a pointer of Git LFS, not the weights; run git lfs pull there")
                 contents = load_file(file) if name == _SAFETENSORS else load_tensors(file)
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{file} is damaged or not a safetensors file ({error}); copy it again") from error

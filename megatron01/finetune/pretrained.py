@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from megatron01.convert.formats import read_model
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
-from megatron01.convert.huggingface import is_hf_folder, require_same_rules, write_hf_folder
+from megatron01.convert.huggingface import is_hf_folder, read_weights, require_same_rules, write_hf_folder
 from megatron01.convert.native import is_checkpoint
 from megatron01.convert.portable import TokenizerFiles, refuse_non_finite
 from megatron01.data.tokenizers import build_tokenizer
@@ -185,10 +185,14 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
     logging.disable_progress_bar()
     with _naming(source, "model"):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        model, loaded = _auto_class(head).from_pretrained(
-            folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )  # fmt: skip
+        try:
+            model, loaded = _auto_class(head).from_pretrained(
+                folder, config=config, dtype=torch.float32, local_files_only=True, output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )  # fmt: skip
+        except Exception:
+            read_weights(folder)  # names the file if it is damaged
+            raise
     with _naming(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
     prefix = f"{model.base_model_prefix}."
@@ -270,6 +274,8 @@ def _naming(source: str, what: str) -> Iterator[None]:
     """Context manager that turns any error of the libraries into a UserError that names the folder."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UserError(f"{source} has no {what} that can be used ({reason}); give the folder of an encoder") from error

@@ -185,7 +185,8 @@ def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
     for number, tokens in enumerate(ranges):
         left = np.arange(len(tokens))
         scores[number, tokens.start : tokens.stop] = np.minimum(left, left[::-1]) + 0.01 * len(tokens)
-    return scores.argmax(axis=0)
+    result: NDArray[np.int64] = scores.argmax(axis=0)
+    return result
 
 
 def _tokens_of(answer: Answer, spans: NDArray[np.int32]) -> tuple[int, int]:

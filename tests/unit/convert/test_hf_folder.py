@@ -242,6 +242,15 @@ def test_damaged_files_are_named(gpt_folder, tmp_path, name, content, message):
         read_hf_folder(folder)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_pointer_of_git_lfs_is_told_from_damage(gpt_folder, tmp_path, name):
+    folder = copy(gpt_folder, tmp_path / "cloned")
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n")
+    with pytest.raises(UserError, match=rf"{name} is a pointer of Git LFS, not the weights; run git lfs pull there"):
+        read_hf_folder(folder)
+
+
 class Evil:
     def __reduce__(self):
         return Path.touch, (Path("executed"),)
