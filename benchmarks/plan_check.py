@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from convergence_run import ROOT, SHAPES, Run, build_config
@@ -45,8 +45,7 @@ MEMORY_RATE = 7e9
 Line = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """The mean seconds of one kind of step of one contestant at one rate."""
 
     contestant: str
@@ -55,21 +54,13 @@ class Point:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Fitted costs, in seconds.
+class Machine(NamedTuple):
+    """Fitted costs, in seconds."""
 
-    Attributes:
-        latency: of a message.
-        sending: CPU time for each byte sent or received.
-        exchange: CPU time for the exchange of each bucket.
-        step: extra time of a step of this library's optimizers over one of AdamW.
-    """
-
-    latency: float
-    sending: float
-    exchange: float
-    step: float
+    latency: float  # of a message
+    sending: float  # CPU time for each byte sent or received
+    exchange: float  # CPU time for the exchange of each bucket
+    step: float  # extra time of a step of this library's optimizers over one of AdamW
 
 
 class Predictions:
@@ -94,8 +85,7 @@ class Predictions:
             rate: median(line["link_bits"] for line in lines if line["run"]["rate"] == rate) / 8 * SEGMENT / FRAME
             for rate in self.rates
         }
-        filled = [rate for rate in self.rates if self._fills(rate)]
-        self.fitted_to = filled[-FITTED_RATES:]
+        self.fitted_to = [rate for rate in self.rates if self._fills(rate)][-FITTED_RATES:]
         self.points = [
             Point(name, rate, kind, seconds)
             for rate in self.rates
@@ -161,18 +151,16 @@ class Predictions:
 
     def runs(self, rate: str, machine: Machine) -> list[RunTime]:
         """Predicted whole runs of the optimizers among which ``--auto`` chooses."""
-        found = []
-        for name in PLANNED:
-            found.append(
-                run_time(
-                    Choice(name=name, optimizer=self.optimizer(name)),
-                    cluster=self.cluster(rate, machine),
-                    work=self.work(machine, is_ours=name != BASELINE),
-                    train_iters=self.setting.steps,
-                    precision="bf16",
-                )
+        return [
+            run_time(
+                Choice(name=name, optimizer=self.optimizer(name)),
+                cluster=self.cluster(rate, machine),
+                work=self.work(machine, is_ours=name != BASELINE),
+                train_iters=self.setting.steps,
+                precision="bf16",
             )
-        return found
+            for name in PLANNED
+        ]
 
 
 def report(lines: Sequence[Line], data: Path, margins: Sequence[float]) -> str:
@@ -182,20 +170,17 @@ def report(lines: Sequence[Line], data: Path, margins: Sequence[float]) -> str:
         model = Predictions(setting, data)
         machine = model.fit()
         title = f"{setting.task}, {setting.parameters / 1e6:.2f} M parameters, {setting.replicas} hosts"
-        parts += [f"## {title}, {setting.steps} steps, {setting.congestion_control}\n", _fitted(model, machine)]
+        parts += [
+            f"## {title}, {setting.steps} steps, {setting.congestion_control}\n",
+            f"Fitted to the steps at {' and '.join(model.fitted_to)}: {1e6 * machine.latency:.0f} us a message, "
+            f"{1e9 * machine.sending:.2f} ns a byte and {1e3 * machine.exchange:.2f} ms an exchange for the processor, "
+            f"{1e3 * machine.step:.2f} ms a step for this library's optimizers.\n",
+        ]
         foretold = {rate: _named(recommend(model.runs(rate, machine)).best.choice.optimizer) for rate in model.rates}
         parts += [_errors(model, machine), _regrets(setting, foretold, "With this model")]
         if measured := _advice(lines, setting):
             parts.append(_regrets(setting, measured, "What --auto chose from its own measurements"))
     return "\n".join(parts)
-
-
-def _fitted(model: Predictions, machine: Machine) -> str:
-    return (
-        f"Fitted to the steps at {' and '.join(model.fitted_to)}: {1e6 * machine.latency:.0f} us a message, "
-        f"{1e9 * machine.sending:.2f} ns a byte and {1e3 * machine.exchange:.2f} ms an exchange for the processor, "
-        f"{1e3 * machine.step:.2f} ms a step for this library's optimizers.\n"
-    )
 
 
 def _errors(model: Predictions, machine: Machine) -> str:
@@ -246,10 +231,8 @@ def _advice(lines: Sequence[Line], setting: Setting) -> dict[str, str]:
 
 def _regrets(setting: Setting, advice: dict[str, str], who: str) -> str:
     """Regret: extra time to each loss of the recommended optimizer over the best candidate."""
-    parts = [_regrets_at(setting, advice, loss) for loss in setting.losses]
-    return f"{who}: seconds to a held-out loss with the recommended, and with the best of the same.\n\n" + "\n".join(
-        parts
-    )
+    title = f"{who}: seconds to a held-out loss with the recommended, and with the best of the same.\n\n"
+    return title + "\n".join(_regrets_at(setting, advice, loss) for loss in setting.losses)
 
 
 def _regrets_at(setting: Setting, advice: dict[str, str], loss: float) -> str:
@@ -278,12 +261,6 @@ def _regrets_at(setting: Setting, advice: dict[str, str], loss: float) -> str:
     return text + (f"\nNot reached with the recommended: {lost} of {len(rows)}.\n" if lost else "\n")
 
 
-def _described(line: Line) -> dict[str, Any]:
-    """The run of a record, or the run that ``--auto`` was asked about."""
-    found: dict[str, Any] = line.get("run") or line.get("advice") or {}
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     results = ROOT / "benchmarks" / "results"
@@ -302,7 +279,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if min(arguments.margins) < 0.0:
         parser.error(f"--margins {min(arguments.margins):g} is below 0, a loss that no run need reach")
-    lines = [line for line in read_records(arguments.records) if _described(line).get("size") == arguments.size]
+    # of runs, and of runs that --auto was asked about
+    records = [line for line in read_records(arguments.records) if "run" in line or "advice" in line]
+    lines = [line for line in records if (line.get("run") or line["advice"])["size"] == arguments.size]
     if not any(line["run"]["rate"] != NO_HOSTS for line in lines if "run" in line):
         raise SystemExit(f"{arguments.records} holds no runs of size {arguments.size} over links; run slow_network.py")
     text = report(lines, arguments.data, arguments.margins)

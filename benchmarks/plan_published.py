@@ -25,51 +25,45 @@ from megatron01.utils.formatting import columns
 
 @dataclass(frozen=True)
 class Row:
-    """One published measurement, in milliseconds.
-
-    Attributes:
-        nodes, gpus: of the whole cluster.
-        batch: sequences per GPU and step.
-        passes: micro-batches per step.
-        forward, all_reduce, backward, step: totals of a step; ``backward`` excludes the all-reduce, ``step`` is the
-            optimizer's.
-    """
+    """One published measurement; times are milliseconds of a whole step."""
 
     nodes: int
-    gpus: int
-    batch: int
-    passes: int
+    gpus: int  # of the whole cluster
+    batch: int  # sequences per GPU and step
+    passes: int  # micro-batches per step
     forward: float
     all_reduce: float
-    backward: float
-    step: float
+    backward: float  # without the all-reduce
+    step: float  # the optimizer's
 
     @property
     def share(self) -> float:
         """Share of the all-reduce in the step time."""
         return self.all_reduce / (self.forward + self.all_reduce + self.backward + self.step)
 
+    def link_rate(self) -> float:
+        """Bytes per second at which a ring all-reduce of the gradients takes as long."""
+        return 2 * (self.gpus - 1) / self.gpus * _gradient_bytes() / (self.all_reduce / 1e3)
 
-@dataclass(frozen=True)
-class Network:
-    """A cluster of the published profile.
+    def cluster(self, link_rate: float, inside_rate: float) -> Cluster:
+        return Cluster(
+            nodes=self.nodes,
+            processes_per_node=self.gpus // self.nodes,
+            link_rate=link_rate,
+            inside_rate=inside_rate,
+            latency=_LATENCY,
+            inside_latency=_LATENCY / 3,
+            memory_rate=_V100_MEMORY_RATE,
+        )
 
-    Attributes:
-        link_gbits: bandwidth of a node as the paper states it: measured for Ethernet, nominal for InfiniBand.
-        rows: from many GPUs to few; the last is one node.
-    """
 
-    link_gbits: float
-    rows: tuple[Row, ...]
-
-
-PROFILE = {
-    name: Network(network["link_gbits"], tuple(Row(*row) for row in network["rows"]))
-    for name, network in json.loads(Path(__file__).with_name("published_profile.json").read_text())["networks"].items()
-}
+NETWORKS = json.loads(Path(__file__).with_name("published_profile.json").read_text())["networks"]
+STATED = {name: network["link_gbits"] for name, network in NETWORKS.items()}
+"""Bandwidth of a node in Gbit/s as the paper states it: measured for Ethernet, nominal for InfiniBand."""
+PROFILE = {name: [Row(*row) for row in network["rows"]] for name, network in NETWORKS.items()}
+"""Rows from many GPUs to few; the last is one node."""
 
 BERT_LARGE = parse(BertPretrainConfig, ["--config", "bert/large"], prog="", description="")
-_GRADIENT_BYTES = 2
 _LATENCY = 30e-6
 _V100_MEMORY_RATE = 900e9
 
@@ -87,85 +81,70 @@ class Checked:
     fitted_gbits: float
 
 
+def fitted_rates(network: str) -> tuple[float, float]:
+    """Bytes per second of the links between nodes, by the smallest row with several, and inside one, by the last."""
+    *several, alone = PROFILE[network]
+    return several[-1].link_rate(), alone.link_rate()
+
+
 def check_profile(network: str) -> list[Checked]:
-    """Predicted all-reduce of each row. Links inside nodes are fitted to the single-node row."""
-    profile = PROFILE[network]
-    size = _bert_large() * _GRADIENT_BYTES
-    alone = profile.rows[-1]
-    inside_rate = 2 * (alone.gpus - 1) / alone.gpus * size / (alone.all_reduce / 1e3)
-    smallest = next(row for row in reversed(profile.rows) if row.nodes > 1)
-    fitted_rate = 2 * (smallest.gpus - 1) / smallest.gpus * size / (smallest.all_reduce / 1e3)
+    """Predicted all-reduce of each row."""
+    fitted_rate, inside_rate = fitted_rates(network)
     checked = []
-    for row in profile.rows:
-        times = [
-            1e3 * _cluster(row.nodes, row.gpus, rate, inside_rate).ring_all_reduce(size).seconds
-            for rate in (profile.link_gbits * 1e9 / 8, fitted_rate)
-        ]
-        shares = [replace(row, all_reduce=time).share for time in times]
-        checked.append(Checked(network, row, times[0], shares[0], times[1], shares[1], fitted_rate * 8 / 1e9))
+    for row in PROFILE[network]:
+        times = []
+        for rate in (STATED[network] * 1e9 / 8, fitted_rate):
+            time = 1e3 * row.cluster(rate, inside_rate).ring_all_reduce(_gradient_bytes()).seconds
+            times += [time, replace(row, all_reduce=time).share]
+        checked.append(Checked(network, row, *times, fitted_rate * 8 / 1e9))
     return checked
 
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """0/1 Adam against 1-bit Adam in the published recipe of BERT-Large, with 128 GPUs.
-
-    Attributes:
-        whole: run time of 1-bit Adam over that of 0/1 Adam.
-        against_adam: run time of Adam over that of 0/1 Adam.
-    """
+    """0/1 Adam against 1-bit Adam in the published recipe of BERT-Large, with 128 GPUs."""
 
     network: str
     nodes: int
-    whole: float
-    against_adam: float
+    whole: float  # run time of 1-bit Adam over that of 0/1 Adam
+    against_adam: float  # run time of Adam over that of 0/1 Adam
 
 
 def check_speed_up() -> list[SpeedUp]:
     """Prediction for "up to 2x the throughput of 1-bit Adam on up to 128 GPUs" (Lu et al., ICLR 2023)."""
     found = []
-    for network, profile in PROFILE.items():
-        row = profile.rows[1]
-        processes = row.gpus // row.nodes
-        nodes = 128 // processes
-        alone = profile.rows[-1]
-        size = _bert_large() * _GRADIENT_BYTES
-        inside_rate = 2 * (alone.gpus - 1) / alone.gpus * size / (alone.all_reduce / 1e3)
-        fitted = check_profile(network)[0].fitted_gbits * 1e9 / 8
-        cluster = _cluster(nodes, 128, fitted, inside_rate)
-        work = Work(parameters=_bert_large(), forward_seconds=row.forward / 1e3, backward_seconds=row.backward / 1e3)
-        times = {
-            name: run_time(
+    for network, rows in PROFILE.items():
+        row = replace(rows[1], nodes=128 * rows[1].nodes // rows[1].gpus, gpus=128)
+        work = Work(
+            parameters=_gradient_bytes() // 2, forward_seconds=row.forward / 1e3, backward_seconds=row.backward / 1e3
+        )
+        adam, one_bit_adam, zero_one_adam = (
+            run_time(
                 Choice(name=name, optimizer=replace(BERT_LARGE.optimizer, optimizer=name)),
-                cluster=cluster,
+                cluster=row.cluster(*fitted_rates(network)),
                 work=work,
                 train_iters=BERT_LARGE.training.train_iters,
                 precision="fp16",
             ).seconds
             for name in ("adam", "one_bit_adam", "zero_one_adam")
-        }
-        found.append(
-            SpeedUp(
-                network, nodes, times["one_bit_adam"] / times["zero_one_adam"], times["adam"] / times["zero_one_adam"]
-            )
         )
+        found.append(SpeedUp(network, row.nodes, one_bit_adam / zero_one_adam, adam / zero_one_adam))
     return found
 
 
 def profile_table(checks: list[list[Checked]], speed_ups: list[SpeedUp]) -> str:
     """All results as text for a terminal."""
     head = ["network", "nodes", "GPUs", "passes", "published", "share"]
-    head += ["stated link", "share", "off by", "fitted link", "share", "off by"]
-    rows = [head]
-    for check in checks:
-        for one in check:
-            row = one.row
-            rows.append([one.network, str(row.nodes), str(row.gpus), str(row.passes), f"{row.all_reduce:.0f} ms"])
-            rows[-1] += [f"{row.share:.0%}", f"{one.stated:.0f} ms", f"{one.stated_share:.0%}"]
-            rows[-1] += [f"{one.stated / row.all_reduce - 1:+.0%}", f"{one.fitted:.0f} ms", f"{one.fitted_share:.0%}"]
-            rows[-1] += [f"{one.fitted / row.all_reduce - 1:+.0%}"]
+    rows = [[*head, "stated link", "share", "off by", "fitted link", "share", "off by"]]
+    for one in (one for check in checks for one in check):
+        row = one.row
+        cells = [one.network, str(row.nodes), str(row.gpus), str(row.passes), f"{row.all_reduce:.0f} ms"]
+        cells.append(f"{row.share:.0%}")
+        for time, share in ((one.stated, one.stated_share), (one.fitted, one.fitted_share)):
+            cells += [f"{time:.0f} ms", f"{share:.0%}", f"{time / row.all_reduce - 1:+.0%}"]
+        rows.append(cells)
     fitted = ", ".join(f"{check[0].network} {check[0].fitted_gbits:.1f}" for check in checks)
-    stated = ", ".join(f"{name} {network.link_gbits:g}" for name, network in PROFILE.items())
+    stated = ", ".join(f"{name} {gbits:g}" for name, gbits in STATED.items())
     lines = [
         "all-reduce of BERT-Large's fp16 gradients, 1-bit Adam's Table 1, and its share of a step",
         "",
@@ -184,21 +163,10 @@ def profile_table(checks: list[list[Checked]], speed_ups: list[SpeedUp]) -> str:
     return "\n".join(lines)
 
 
-def _cluster(nodes: int, gpus: int, link_rate: float, inside_rate: float) -> Cluster:
-    return Cluster(
-        nodes=nodes,
-        processes_per_node=gpus // nodes,
-        link_rate=link_rate,
-        inside_rate=inside_rate,
-        latency=_LATENCY,
-        inside_latency=_LATENCY / 3,
-        memory_rate=_V100_MEMORY_RATE,
-    )
-
-
 @cache
-def _bert_large() -> int:
-    return sum(parameter_sizes(BERT_LARGE)[0])
+def _gradient_bytes() -> int:
+    """Of BERT-Large in fp16."""
+    return 2 * sum(parameter_sizes(BERT_LARGE)[0])
 
 
 def main() -> None:

@@ -5,8 +5,7 @@ python benchmarks/published_volume.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.command_line import parse
@@ -28,8 +27,7 @@ EXPERIMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 """Model, shipped configuration, and flags that override it."""
 
 
-@dataclass(frozen=True)
-class PublishedRun:
+class PublishedRun(NamedTuple):
     """A published experiment, compared with the same steps with Adam (fp32 and 16-bit gradients) and 1-bit Adam."""
 
     model: str
@@ -72,8 +70,7 @@ def published_table(runs: list[PublishedRun]) -> str:
         ]
         for run in runs
     ]
-    best_volume = max(run.one_bit_adam.volume_saved for run in runs)
-    best_rounds = max(run.one_bit_adam.rounds_saved for run in runs)
+    volume, rounds = (max(getattr(run.one_bit_adam, f"{name}_saved") for run in runs) for name in ("volume", "rounds"))
     lines = [
         f"0/1 Adam with the published recipes, {REPLICAS} replicas",
         "",
@@ -82,14 +79,10 @@ def published_table(runs: list[PublishedRun]) -> str:
         "Adam 32, Adam 16: Adam's volume with fp32 and with 16-bit gradients, divided by this volume.",
         "volume, rounds: against 1-bit Adam after that number of full steps; each of its steps is a round.",
         f"published: {CLAIM}",
-        f"here:      up to {best_volume:.0%} less volume and up to {best_rounds:.0%} fewer rounds",
+        f"here:      up to {volume:.0%} less volume and up to {rounds:.0%} fewer rounds",
     ]
     return "\n".join(lines)
 
 
-def main() -> None:
-    print(published_table([recompute(*experiment) for experiment in EXPERIMENTS]))
-
-
 if __name__ == "__main__":
-    main()
+    print(published_table([recompute(*experiment) for experiment in EXPERIMENTS]))

@@ -25,6 +25,7 @@ from typing import Any
 from convergence import revision
 from convergence_run import ROOT, SHAPES, small_vocabulary
 from convergence_table import read_records
+from convergence_variants import GRID, ROOT_TWO_GRID
 from replica_pool import ReplicaFailed
 from reporting import machine
 from rivals.entries import ALONE, BASELINE, ENTRIES
@@ -32,9 +33,10 @@ from slow_network_hosts import bits_per_second
 from slow_network_lab import Lab, Records, find_profile
 from slow_network_run import NO_HOSTS, Race
 from slow_network_table import OURS, expected_seconds, report, same_links
-from slow_network_tuning import SEED, Tuning
 from switched_hosts import why_not
 
+SEED = 0
+"""With which learning rates are tuned, and steps timed."""
 ANY_RATE = 2e-3
 """Where only times are of interest."""
 
@@ -56,21 +58,15 @@ def main() -> None:
 
 def available(names: Sequence[str]) -> list[str]:
     """The baseline and the contestants that can be built here; prints those that cannot."""
-    chosen = []
-    for name in dict.fromkeys([BASELINE, *names]):
-        if ENTRIES[name].is_available():
-            chosen.append(name)
-        else:
+    wanted = dict.fromkeys([BASELINE, *names])
+    for name in wanted:
+        if not ENTRIES[name].is_available():
             print(f"{name} is left out: {ENTRIES[name].needs} is not installed", flush=True)
-    return chosen
+    return [name for name in wanted if ENTRIES[name].is_available()]
 
 
 def measure(arguments: argparse.Namespace, names: list[str]) -> None:
-    """Do all runs that are missing from the file.
-
-    Raises:
-        SystemExit: some of them failed, or a learning rate has not been tuned.
-    """
+    """Do all runs that are missing from the file. Raises SystemExit if some fail, or a learning rate is not tuned."""
     records = Records(arguments.output, {"revision": revision(), "machine": machine()})
     sweep = Sweep(records, arguments, names)
     for task in arguments.task:
@@ -144,11 +140,7 @@ class Sweep:
                 self._say(run, line["reason"])
 
     def learning_rates(self, task: str) -> dict[str, float]:
-        """Learning rate of each contestant.
-
-        Raises:
-            SystemExit: one has not been tuned.
-        """
+        """Learning rate of each contestant. Raises SystemExit if one has not been tuned."""
         if self._arguments.learning_rate is not None:
             return dict.fromkeys(self._names, self._arguments.learning_rate)
         tuning = self._tuning(task)
@@ -163,18 +155,15 @@ class Sweep:
     def race(self, task: str, name: str, learning_rate: float, **changes: Any) -> Race:
         """A run with the settings of the command line, except for ``changes``."""
         arguments = self._arguments
-        run = Race(
-            task=task,
-            contestant=name,
-            learning_rate=learning_rate,
-            seed=SEED,
-            steps=self._tuned_steps if arguments.tune else arguments.steps,
-            replicas=arguments.hosts,
-            size=arguments.size,
-            rate=NO_HOSTS,
-            evaluations=arguments.evaluations,
-        )
-        return dataclasses.replace(run, **changes)
+        settings: dict[str, Any] = {
+            "seed": SEED,
+            "steps": self._tuned_steps if arguments.tune else arguments.steps,
+            "replicas": arguments.hosts,
+            "size": arguments.size,
+            "rate": NO_HOSTS,
+            "evaluations": arguments.evaluations,
+        }
+        return Race(task=task, contestant=name, learning_rate=learning_rate, **settings | changes)
 
     @property
     def _tuned_steps(self) -> int:
@@ -218,6 +207,65 @@ class Sweep:
     def _say(run: Race, text: str) -> None:
         where = f"lr {run.learning_rate:.3g}" if run.rate == NO_HOSTS else run.rate
         print(f"{run.task}  {where}  seed {run.seed}  {run.contestant}  {text}", flush=True)
+
+
+class Tuning:
+    """The learning rate of each contestant: the best of a grid with seed 0, by the held-out loss at the end.
+
+    The middle of the grid is tried first, then the neighbours of the best so far, until both neighbours of the best are
+    worse, or the best is at an end of the grid.
+
+    Args:
+        lines: of this benchmark's own file.
+        convergence: lines of the file of ``convergence.py``, from which runs of the same optimizer are taken, whatever
+            the type in which their gradients were sent in full steps.
+        setting: task, steps, replicas and size that the runs must have.
+    """
+
+    def __init__(self, lines: list[dict[str, Any]], convergence: list[dict[str, Any]], setting: dict[str, Any]) -> None:
+        own = [line for line in lines if "run" in line and line["run"]["rate"] == NO_HOSTS]
+        self._own = [line for line in own if self._fits(line["run"], setting)]
+        flat = [line for line in convergence if "nodes" not in line["run"]]  # flat, like the exchange between the hosts
+        self._convergence = [line for line in flat if self._fits(line["run"], setting)]
+        self._steps = setting["steps"]
+        self.rates = ROOT_TWO_GRID if setting["size"] == "yardstick" else GRID
+
+    @staticmethod
+    def _fits(run: dict[str, Any], setting: dict[str, Any]) -> bool:
+        return run["seed"] == SEED and all(run[name] == value for name, value in setting.items())
+
+    def losses(self, contestant: str) -> dict[float, float]:
+        """Known losses by learning rate; infinite where training diverged."""
+        chosen = ENTRIES[contestant]
+        found: dict[float, float | None] = {}
+        if not chosen.tuned_here:
+            wanted = (chosen.optimizer, _without_wire(chosen.overrides(self._steps)))
+            for line in self._convergence:
+                run = line["run"]
+                if (run["optimizer"], _without_wire(run["overrides"])) == wanted:
+                    found[run["learning_rate"]] = line["held_out_loss"]
+        for line in self._own:
+            if line["run"]["contestant"] == contestant:
+                finished = line["curve"] and line["curve"][-1][0] == self._steps
+                found[line["run"]["learning_rate"]] = line["curve"][-1][2] if finished else None
+        return {rate: math.inf if found[rate] is None else found[rate] for rate in self.rates if rate in found}  # type: ignore[misc]
+
+    def missing(self, contestant: str) -> list[float]:
+        """Learning rates to try next; their results may call for more."""
+        losses = self.losses(contestant)
+        if not losses:
+            return [self.rates[len(self.rates) // 2]]
+        best = self.rates.index(min(losses, key=losses.__getitem__))
+        return [rate for rate in self.rates[max(0, best - 1) : best + 2] if rate not in losses]
+
+    def best(self, contestant: str) -> float | None:
+        """The best learning rate; None before its neighbours have been tried."""
+        losses = self.losses(contestant)
+        return min(losses, key=losses.__getitem__) if losses and not self.missing(contestant) else None
+
+
+def _without_wire(overrides: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in overrides.items() if name != "gradient_wire_dtype"}
 
 
 def interleaved(rates: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -39,11 +39,7 @@ _SETTINGS = {
 
 
 def bits_per_second(rate: str) -> float | None:
-    """Bits per second of a rate such as 50mbit or 1.5gbit; None for ``unlimited``.
-
-    Raises:
-        ValueError: it is not a rate.
-    """
+    """Bits per second of a rate such as 50mbit or 1.5gbit; None for ``unlimited``. Raises ValueError for others."""
     if rate == UNLIMITED:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
@@ -52,17 +48,12 @@ def bits_per_second(rate: str) -> float | None:
     return float(match[1]) * _UNITS[match[2]]
 
 
-@dataclass(frozen=True)
-class Enter:
-    """Moves the calling process to the host of its rank, and makes gloo use that host's interface."""
-
-    namespaces: tuple[str, ...]
-
-    def __call__(self, rank: int) -> None:
-        enter(self.namespaces[rank])
-        for setting, value in _SETTINGS.items():
-            Path("/proc/sys/net", setting).write_text(value)
-        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+def enter_host(namespaces: list[str], rank: int) -> None:
+    """Move the calling process to the host of its rank, and make gloo use that host's interface."""
+    enter(namespaces[rank])
+    for setting, value in _SETTINGS.items():
+        Path("/proc/sys/net", setting).write_text(value)
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
 
 class Hosts(SwitchedHosts):
@@ -70,11 +61,6 @@ class Hosts(SwitchedHosts):
 
     def __init__(self, number: int) -> None:
         super().__init__(_PREFIX, _NETWORK, number)
-
-    @property
-    def enter(self) -> Enter:
-        """A function that moves the calling process to the host of the rank that it is given."""
-        return Enter(tuple(self.namespaces))
 
     def cap(self, rate: str) -> None:
         """Cap the bandwidth that each host sends and receives at ``rate``."""

@@ -8,17 +8,16 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import mean
-from types import TracebackType
 from typing import Any
 
 from convergence_table import read_records
 from replica_pool import ReplicaFailed, ReplicaPool
 from rivals.entries import ALONE, BASELINE
-from slow_network_advice import advise
-from slow_network_hosts import CONGESTION_CONTROL, UNLIMITED, Hosts, bits_per_second
-from slow_network_run import Race, race, transfer
+from slow_network_hosts import CONGESTION_CONTROL, UNLIMITED, Hosts, bits_per_second, enter_host
+from slow_network_run import Race, advise, race, transfer
 
 TOLERANCE = 0.1
 """How far a link may be from its cap."""
@@ -30,13 +29,10 @@ _PROFILE_TOLERANCE = 0.01
 
 
 class Lab:
-    """``replicas`` processes, each on its own host; a context manager.
+    """``replicas`` processes, each on its own host (not ``hosts``: on this machine's own network); a context manager.
 
-    Args:
-        data: folder of the prepared text.
-        warm_up: one run per contestant. They take some steps before anything is measured, so that compiling, loading
-            and connecting on first use are not measured.
-        hosts: without it, the processes are on this machine's own network.
+    ``warm_up``: one run per contestant, of which some steps are taken first, so that compiling, loading and connecting
+    are not measured. ``data``: folder of the prepared text.
     """
 
     def __init__(self, replicas: int, data: Path, warm_up: list[Race], *, hosts: bool) -> None:
@@ -55,19 +51,15 @@ class Lab:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._pool.__exit__(None, None, None)
         self._stack.close()
 
     def measure(self, run: Race) -> dict[str, Any]:
         """Do a run (``slow_network_run.race``): bytes are means over replicas, the other results replica 0's.
 
-        Adds ``link_bits``: bits of frames per second that a host could send just before.
-
-        Raises:
-            ReplicaFailed: it failed; the replicas have been restarted.
+        Adds ``link_bits``: bits of frames per second that a host could send just before. Raises ReplicaFailed if it
+        failed; the replicas have been restarted.
         """
         link, results = self._run(race, run)
         counted = [name for name in results[0] if name.endswith("_bytes")]
@@ -75,11 +67,7 @@ class Lab:
         return {**link, **results[0], **means, "resent": sum(result["resent"] for result in results)}
 
     def advise(self, run: Race) -> dict[str, Any]:
-        """What ``--auto`` chooses for this model, length and rate: see ``slow_network_advice``.
-
-        Raises:
-            ReplicaFailed: as for ``measure``.
-        """
+        """What ``--auto`` chooses for this model, length and rate (``slow_network_run.advise``); raises as above."""
         link, results = self._run(advise, run)
         assert all(result["chosen"] == results[0]["chosen"] for result in results)
         return {**link, **results[0]}
@@ -97,7 +85,8 @@ class Lab:
             raise
 
     def _start(self) -> None:
-        self._pool = ReplicaPool(self._replicas, None if self._hosts is None else self._hosts.enter)
+        prepare = None if self._hosts is None else partial(enter_host, self._hosts.namespaces)
+        self._pool = ReplicaPool(self._replicas, prepare)
         if self._hosts is not None:
             self._hosts.cap(UNLIMITED)
         for run in self._warm_up:

@@ -1,4 +1,4 @@
-"""One run of one contestant on the hosts: its loss curve, its times and the bytes it sends."""
+"""One run of one contestant on the hosts: its loss curve, times and bytes; or what ``--auto`` chooses there."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ import torch.distributed as dist
 from rivals.contestant import Setup
 from rivals.entries import entry
 from slow_network_hosts import Sent, bits_per_second
+from workload import sum_of_losses
 
+from megatron01.config import DistributedConfig
 from megatron01.optim import TrainingDiverged
+from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
+from megatron01.training import autotune
 from megatron01.training.step import LossModule
 
 NO_HOSTS = "none"
@@ -28,30 +32,17 @@ UNLIMITED_TRANSFER_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Race:
-    """Settings that determine the result of a run; also its key in the file of records.
+    """Settings that determine the result of a run; also its key in the file of records."""
 
-    Attributes:
-        task: gpt2 or bert.
-        contestant: a name of ``rivals.entries``.
-        learning_rate: the peak.
-        seed: of the initial weights and the order of the text.
-        steps: micro-batches of each replica.
-        replicas: number of hosts.
-        size: name of the model size.
-        rate: bandwidth cap, as ``slow_network_hosts.bits_per_second`` reads it; ``NO_HOSTS``: processes without hosts.
-        evaluations: number of evaluations on held-out text, evenly spaced, the last one at the end; 0 to measure times
-            only.
-    """
-
-    task: str
-    contestant: str
-    learning_rate: float
-    seed: int
-    steps: int
-    replicas: int
-    size: str
-    rate: str
-    evaluations: int
+    task: str  # gpt2 or bert
+    contestant: str  # a name of ``rivals.entries``
+    learning_rate: float  # the peak
+    seed: int  # of the initial weights and the order of the text
+    steps: int  # micro-batches of each replica
+    replicas: int  # number of hosts
+    size: str  # name of the model size
+    rate: str  # bandwidth cap of ``slow_network_hosts.bits_per_second``; ``NO_HOSTS``: processes without hosts
+    evaluations: int  # on held-out text, evenly spaced, the last one at the end; 0 to measure times only
 
 
 class Clock:
@@ -114,14 +105,8 @@ def race(run: Race, data: str) -> dict[str, Any]:
             if step in marks:
                 clock.stop()
                 with contestant.replicated_weights():
-                    curve.append(
-                        (
-                            step,
-                            clock.seconds,
-                            convergence_run.mean_loss(loss_module, held_out, of_all=True),
-                            dict(kinds),
-                        )
-                    )
+                    loss = convergence_run.mean_loss(loss_module, held_out, of_all=True)
+                curve.append((step, clock.seconds, loss, dict(kinds)))
                 clock.start()
     except TrainingDiverged:
         pass
@@ -138,6 +123,39 @@ def race(run: Race, data: str) -> dict[str, Any]:
         "kinds": {name: [kinds[name], mean(values)] for name, values in seconds.items()},
         "parameters": parameters,
     }
+
+
+def advise(run: Race, data: str) -> dict[str, Any]:
+    """What ``--auto`` has ``chosen`` (settings by name) for the model and length of ``run``, and its ``reason``.
+
+    Called on each replica of torch.distributed's default group. Gradients are sent in bf16 whatever is chosen.
+    """
+    workload = workload_of(run)
+    config = convergence_run.build_config(workload, Path(data))
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, precision="bf16"),
+        optimizer=dataclasses.replace(config.optimizer, gradient_wire_dtype="bf16"),
+        distributed=DistributedConfig(threads_per_replica=1),
+    )
+    batch, *_ = convergence_run.training_batches(
+        dataclasses.replace(workload, steps=1), config, dist.get_rank(), dist.get_world_size()
+    )
+    model = convergence_run.build_model(config)
+    loss_module = LossModule(model)
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each replica is on its own host
+    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with initialize(LaunchEnvironment.read({**alone, **place}), config.distributed) as group:
+        settings, reason = autotune.choose(
+            config,
+            model,
+            lambda: sum_of_losses(loss_module(*batch)),
+            group=group,
+            tp_ranks=find_tensor_parallel_ranks(group, config.distributed),
+            data_parallel_group=group.process_group,
+            micro_batches=1,
+        )
+    return {"chosen": {name: getattr(settings, name) for name in autotune.CHOSEN}, "reason": reason}
 
 
 def transfer(rate: str) -> float:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import mean, median
 from typing import Any
 
@@ -14,7 +14,6 @@ from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_hosts import CONGESTION_CONTROL, bits_per_second
 from slow_network_lab import TOLERANCE
 from slow_network_run import NO_HOSTS, Race
-from slow_network_times import Curve, Kinds, composed, crossover, loss_at, seconds_to
 
 OURS = ("zero_one_adam_from_2", "zero_one_adam")
 DELAYED = ("zero_one_adam_delayed", "one_bit_adam_delayed")
@@ -28,6 +27,10 @@ another one then, too."""
 _CURVE = 10
 """Evaluations of a run without hosts from which on it says when a loss is reached."""
 Line = dict[str, Any]
+Curve = Sequence[Sequence[Any]]
+"""(step, seconds, held-out loss or None, steps so far by kind) at each evaluation."""
+Kinds = dict[str, Sequence[float]]
+"""Number of steps and mean seconds of a step, by kind."""
 
 
 def report(lines: Sequence[Line], margins: Sequence[float]) -> str:
@@ -114,28 +117,17 @@ class Times:
     def end(self) -> float:
         return mean(curve[-1][1] for curve in self.curves)
 
-    @property
-    def final_loss(self) -> float | None:
-        return self.loss_at(math.inf)
-
 
 class Setting:
-    """The runs of one task, model, length and kind of links.
-
-    Args:
-        whole, timed: runs on hosts.
-        profiles: target share of the exchange in the baseline's step, by rate.
-        margins: of the target losses.
-        without_hosts: whole runs of which only the losses count.
-    """
+    """The runs of one task, model, length and kind of links."""
 
     def __init__(
         self,
-        whole: list[Line],
+        whole: list[Line],  # runs on hosts
         timed: list[Line],
-        profiles: dict[str, float],
-        margins: Sequence[float],
-        without_hosts: Sequence[Line] = (),
+        profiles: dict[str, float],  # target share of the exchange in the baseline's step, by rate
+        margins: Sequence[float],  # of the target losses
+        without_hosts: Sequence[Line],  # whole runs of which only the losses count
     ) -> None:
         self.whole = whole
         self.timed = timed
@@ -159,12 +151,7 @@ class Setting:
         title = f"### How many times sooner than {ENTRIES[BASELINE].title} at a loss of"
         for loss in self.losses:
             parts += [f"{title} {loss:.3f}\n", self._gains(loss)]
-        parts += [
-            "### Seconds of a step by kind\n",
-            self._steps(),
-            self._checks(),
-        ]
-        return parts
+        return [*parts, "### Seconds of a step by kind\n", self._steps(), self._checks()]
 
     def times(self, name: str, rate: str) -> Times | None:
         """Times of whole runs if there are any, else composed from the curve of another rate and timed steps."""
@@ -224,33 +211,22 @@ class Setting:
             reached = [times.to(loss) for loss in self.losses]
             budgets = [times.loss_at(share * baseline.end) for share in BUDGETS] if baseline else [None] * len(BUDGETS)
             lines = [line for line in self.whole if _place(line) == (name, rate)]
-            rows.append(
-                [
-                    ENTRIES[name].title + ENTRIES[name].limits_of_run(self.steps),
-                    _rate_of(self.learned, name),
-                    times.origin,
-                    *(_seconds(value) for value in reached),
-                    *(_loss(value) for value in budgets),
-                    _loss(times.final_loss),
-                    f"{times.end:.0f}",
-                    *_traffic(lines),
-                ]
-            )
+            cells = [ENTRIES[name].title + ENTRIES[name].limits_of_run(self.steps)]
+            cells += [_rate_of(self.learned, name), times.origin]
+            cells += ["never" if value is None else f"{value:.1f}" for value in reached]
+            cells += ["" if loss is None else f"{loss:.3f}" for loss in (*budgets, times.loss_at(math.inf))]
+            rows.append([*cells, f"{times.end:.0f}", *_traffic(lines)])
         header = ["contestant", "lr", "run", *(f"s to {loss:.3f}" for loss in self.losses)]
-        if baseline:
-            header += [f"loss after {share * baseline.end:.0f} s" for share in BUDGETS]
-        else:
-            header += [f"loss at {share:.0%}" for share in BUDGETS]
+        header += [
+            f"loss after {share * baseline.end:.0f} s" if baseline else f"loss at {share:.0%}" for share in BUDGETS
+        ]
         return markdown([*header, "at the end", "s", "MB by formula", "MB counted", "with headers"], rows)
 
     def _goals(self, rate: str) -> str:
         """Speed-up of 0/1 Adam over the contestants with goals, at each target loss."""
         rivals = [*GOALS, *(name for name in self._names if name.startswith("deepspeed_zero_one"))]
-        lines = [
-            *(line for ours in OURS for line in self._comparisons(ours, rivals, rate)),
-            *self._comparisons(DELAYED[0], [*rivals, DELAYED[1]], rate),
-        ]
-        return "\n".join(lines)
+        pairs = [*((ours, rivals) for ours in OURS), (DELAYED[0], [*rivals, DELAYED[1]])]
+        return "\n".join(line for ours, others in pairs for line in self._comparisons(ours, others, rate))
 
     def _comparisons(self, ours: str, rivals: Sequence[str], rate: str) -> Iterator[str]:
         """One line per target loss."""
@@ -309,31 +285,81 @@ class Setting:
 
     def _checks(self) -> str:
         """Differences between counted bytes and formulas, and between composed times and those of whole runs."""
-        parts = []
-        traffic = [
-            (line["payload_bytes"] / line["formula_bytes"] - 1, line)
-            for line in self.whole + self.timed
-            if line["formula_bytes"]
-        ]
+        lines = self.whole + self.timed
+        traffic = [(line["payload_bytes"] / line["formula_bytes"] - 1, line) for line in lines if line["formula_bytes"]]
         worst, line = max(traffic, key=lambda pair: abs(pair[0]))
-        parts.append(
+        text = (
             f"Bytes by the interfaces' counters, without headers of frames, against the formulas: {worst:+.1%} at "
             f"worst ({line['run']['contestant']} at {line['run']['rate']}). "
-            f"Segments sent again: {sum(line['resent'] for line in self.whole + self.timed)}."
+            f"Segments sent again: {sum(line['resent'] for line in lines)}."
         )
-        errors = defaultdict(list)
-        for name in self._names:
-            for rate in self.rates:
-                measured, together = self.times(name, rate), self._composed(name, rate)
-                if measured is not None and measured.is_measured and together is not None:
-                    errors[name].append(together.end / measured.end - 1)
-        every = [error for some in errors.values() for error in some]
-        if every:
-            parts.append(
-                "Times put together from timed steps, against whole runs at the same rate: "
-                f"{median(every):+.1%} (median), {max(every, key=abs):+.1%} at worst."
+        errors = []
+        for name, rate in product(self._names, self.rates):
+            measured, together = self.times(name, rate), self._composed(name, rate)
+            if measured is not None and measured.is_measured and together is not None:
+                errors.append(together.end / measured.end - 1)
+        if errors:
+            text += (
+                " Times put together from timed steps, against whole runs at the same rate: "
+                f"{median(errors):+.1%} (median), {max(errors, key=abs):+.1%} at worst."
             )
-        return " ".join(parts) + "\n"
+        return text + "\n"
+
+
+def seconds_to(curve: Curve, loss: float) -> float | None:
+    """Time at which ``loss`` is first reached, interpolated linearly between evaluations; None if it never is."""
+    before: tuple[float, float] | None = None
+    for _, seconds, value, _ in curve:
+        if value is None:
+            return None
+        if value <= loss:
+            if before is None:
+                return float(seconds)
+            start, higher = before
+            return start + (seconds - start) * (higher - loss) / (higher - value)
+        before = seconds, value
+    return None
+
+
+def loss_at(curve: Curve, seconds: float) -> float | None:
+    """The loss of the last evaluation up to a time; None before the first."""
+    values = [value for _, when, value, _ in curve if when <= seconds]
+    return values[-1] if values else None
+
+
+def composed(curve: Curve, kinds: Kinds) -> list[tuple[Any, ...]] | None:
+    """The curve with seconds composed from the step times in ``kinds``; None if a kind is missing.
+
+    The loss after a step does not depend on the link rate. A kind joined by + takes the sum of its parts, if it has no
+    time of its own.
+    """
+    seconds = {kind: value for kind, (_, value) in kinds.items()}
+    for kind in {kind for *_, counts in curve for kind in counts}:
+        parts = kind.split("+")
+        if any(part not in kinds for part in parts) and kind not in kinds:
+            return None
+        seconds.setdefault(kind, sum(seconds[part] for part in parts if part in seconds))
+    return [
+        (step, sum(count * seconds[kind] for kind, count in counts.items()), loss, counts)
+        for step, _, loss, counts in curve
+    ]
+
+
+def crossover(rates: Sequence[float], gains: Sequence[float]) -> float | None:
+    """The link rate above which a method stops paying off: its gain falls below 1.
+
+    None if it pays off at the highest rate, 0 if at none. Between two rates (bits per second, ascending), the gain (how
+    many times sooner than the baseline the loss is reached) is interpolated linearly in the logarithms of both.
+    """
+    assert len(rates) == len(gains) > 0
+    if gains[-1] >= 1:
+        return None
+    paying = [index for index, gain in enumerate(gains) if gain >= 1]
+    if not paying:
+        return 0.0
+    low, high = paying[-1], paying[-1] + 1
+    share = math.log(gains[low]) / math.log(gains[low] / gains[high])
+    return rates[low] * (rates[high] / rates[low]) ** share
 
 
 def _setting(line: Line) -> tuple[Any, ...]:
@@ -379,14 +405,6 @@ def _bits(rate: str) -> float:
 def _rate_of(lines: Iterable[Line], name: str) -> str:
     rates = {line["run"]["learning_rate"] for line in lines if line["run"]["contestant"] == name}
     return ", ".join(f"{rate:.3g}" for rate in sorted(rates))
-
-
-def _seconds(seconds: float | None) -> str:
-    return "never" if seconds is None else f"{seconds:.1f}"
-
-
-def _loss(loss: float | None) -> str:
-    return "" if loss is None else f"{loss:.3f}"
 
 
 def _traffic(lines: Sequence[Line]) -> list[str]:

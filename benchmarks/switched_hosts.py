@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 INTERFACE = "eth0"
@@ -52,23 +51,16 @@ def remove_left_overs(prefix: str) -> None:
 
 
 class SwitchedHosts:
-    """The hosts; a context manager.
+    """``count`` hosts; a context manager.
 
-    Args:
-        prefix: prefix of their namespaces' names; the id of this process follows.
-        network: the first three numbers of their addresses.
-        count: number of hosts.
-        number: distinguishes several sets of hosts of one process.
-
-        Attributes:
-            namespaces: names of the hosts' namespaces.
-            switch: name of the bridge's namespace.
+    Their namespaces' names begin with ``prefix`` and the id of this process, their addresses with the three numbers of
+    ``network``; ``number`` distinguishes several sets of hosts of one process.
     """
 
     def __init__(self, prefix: str, network: str, count: int, number: int = 0) -> None:
         name = f"{prefix}{os.getpid()}-{number}"
-        self.namespaces = [f"{name}-{host}" for host in range(count)]
-        self.switch = f"{name}-switch"
+        self.namespaces = [f"{name}-{host}" for host in range(count)]  # of the hosts
+        self.switch = f"{name}-switch"  # namespace of the bridge
         self._network = network
 
     def address(self, host: int) -> str:
@@ -87,9 +79,7 @@ class SwitchedHosts:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for name in (*self.namespaces, self.switch):
             _remove(name)
 

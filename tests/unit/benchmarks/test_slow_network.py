@@ -59,7 +59,7 @@ def test_text_is_prepared_in_the_folder_that_was_named(
 
 
 def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
-    times = load("slow_network_times")
+    times = load("slow_network_table")
     assert times.seconds_to(CURVE, 7.5) == 7.0
     assert times.seconds_to(CURVE, 6.0) == 13.0
     assert times.seconds_to(CURVE, 8.5) == 5.0  # at the latest at the first evaluation
@@ -70,7 +70,7 @@ def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
 
 
 def test_a_run_is_put_together_from_the_times_of_its_kinds_of_steps(load: Any) -> None:
-    times = load("slow_network_times")
+    times = load("slow_network_table")
     together = times.composed(CURVE, {"full": [3, 2.0], "local": [1, 0.5]})
     assert [row[1] for row in together] == [20.0, 28.0, 36.0]
     assert [row[2] for row in together] == [8.0, 7.0, 6.0]
@@ -81,7 +81,7 @@ def test_a_run_is_put_together_from_the_times_of_its_kinds_of_steps(load: Any) -
 
 
 def test_crossover_lies_where_the_gain_is_one(load: Any) -> None:
-    crossover = load("slow_network_times").crossover
+    crossover = load("slow_network_table").crossover
     # from 4 to 1/2 in three halvings; the gain is 1 after two of them, two thirds of the way from 1e6 to 1e9
     assert crossover([1e6, 1e9], [4.0, 0.5]) == pytest.approx(1e8)
     assert crossover([1e5, 1e6, 1e9], [0.9, 4.0, 0.5]) == pytest.approx(1e8)
@@ -256,9 +256,9 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(load: Any, tmp_path: Pat
 
 
 def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
-    tuning = load("slow_network_tuning")
+    tuning = load("slow_network")
     setting = {"task": "gpt2", "steps": 400, "replicas": 4, "size": "small"}
-    rates = tuning.grid("small")
+    rates = tuning.GRID
 
     def line(rate: float, loss: float | None, overrides: dict[str, Any], **changes: Any) -> dict[str, Any]:
         run = {**setting, "optimizer": "one_bit_adam", "overrides": overrides, "seed": 0, "learning_rate": rate}
@@ -281,7 +281,7 @@ def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
 
 def test_the_yardstick_is_tuned_by_roots_of_two(load: Any) -> None:
     setting = {"task": "gpt2", "steps": 400, "replicas": 4, "size": "yardstick"}
-    rates = load("slow_network_tuning").Tuning([], [], setting).rates
+    rates = load("slow_network").Tuning([], [], setting).rates
     assert all(1.3 < higher / lower < 1.5 for lower, higher in itertools.pairwise(rates))
 
 
