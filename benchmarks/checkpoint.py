@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from replica_pool import run_replicas
-from reporting import busy_cores, machine
+from reporting import busy_cores, machine, markdown
 from timing import seconds_of
 from workload import BATCH, Workload, sum_of_losses
 
@@ -158,18 +158,19 @@ def table(result: dict[str, Any]) -> str:
     """The numbers in Markdown."""
     sequences, length = result["batch"]
     size, replicas = f"{result['parameters'] / 1e6:.1f} M", result["replicas"]
-    lines = [
-        f"# GPT-2 with {size} parameters, {replicas} replicas, {result['machine']}\n",
-        f"A checkpoint has {result['megabytes']:.0f} MB. Steps are on {sequences} x {length} tokens per replica.\n",
-        "| saving | step, s | first stall / step | stall / step | writing / step | meanwhile / step | all / step |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    columns = ("step_seconds", "first_stall", "stall", "writing", "slowdown", "total")
+    rows = [
+        [name, *(f"{result[kind][column]:.2f}" for column in columns)]
+        for kind, name in (("waiting", "training waits"), ("meanwhile", "`--async-save`"))
     ]
-    for kind, name in (("waiting", "training waits"), ("meanwhile", "`--async-save`")):
-        row = result[kind]
-        numbers = [row[key] for key in ("step_seconds", "first_stall", "stall", "writing", "slowdown", "total")]
-        lines.append(f"| {name} | " + " | ".join(f"{number:.2f}" for number in numbers) + " |")
+    header = ["saving", "step, s"]
+    header += [f"{what} / step" for what in ("first stall", "stall", "writing", "meanwhile", "all")]
     busy = ", ".join(f"{cores:.1f}" for cores in result["busy_cores"])
-    return "\n".join([*lines, f"\nCores busy with other work before and after: {busy}"])
+    return (
+        f"# GPT-2 with {size} parameters, {replicas} replicas, {result['machine']}\n\n"
+        f"A checkpoint has {result['megabytes']:.0f} MB. Steps are on {sequences} x {length} tokens per replica.\n\n"
+        f"{markdown(header, rows)}\nCores busy with other work before and after: {busy}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any, get_args
 
 import torch
+from timing import seconds_of
 
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import Codec, build_codec
@@ -45,8 +46,8 @@ def measure(elements: int, rounds: int) -> dict[str, Any]:
             seconds: list[float] = []
             copy_seconds: list[float] = []
             for _ in range(rounds + 1):
-                copy_seconds.append(_time(workers.run, copy, 0, num_blocks) / out.numel())
-                seconds.append(_time(function) / count)
+                copy_seconds.append(seconds_of(partial(workers.run, copy, 0, num_blocks)) / out.numel())
+                seconds.append(seconds_of(function) / count)
             pairs = list(zip(copy_seconds, seconds, strict=True))[1:]  # the first is warm-up: it loads the kernel
             phases.append(
                 {
@@ -76,9 +77,3 @@ def codec_phases(
         "reduce": (server_error.numel(), lambda: codec.reduce(packed, server_error, reduced, 0, 1)),
         "decode": (value.numel(), lambda: codec.decode(0, layout.num_blocks, packed, out)),
     }
-
-
-def _time(function: Callable[..., Any], *arguments: Any) -> float:
-    start = time.perf_counter()
-    function(*arguments)
-    return time.perf_counter() - start

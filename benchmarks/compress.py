@@ -9,15 +9,14 @@ Prints Markdown. Linux only, as it reads /proc. README.md explains the columns.
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import codec_rates
 import synchronization
-from reporting import busy_cores, machine, markdown
+from reporting import markdown, report
 
-SECTIONS = ("codec", "exchange")
 NAMES = {
     "exchange": "1-bit exchange",
     "all_reduce": "fp32 all-reduce",
@@ -29,7 +28,7 @@ NAMES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the 1-bit codec and of a 1-bit exchange.")
-    parser.add_argument("--section", choices=SECTIONS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--section", choices=tuple(SECTIONS), action="append", help="only this one; may be repeated")
     parser.add_argument("--elements", type=int, default=30_000_000, help="of the codec's buffer (default: 30 M)")
     parser.add_argument(
         "--exchange-elements",
@@ -42,29 +41,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
 
-    result: dict[str, Any] = {"machine": machine()}
-    print(f"# {result['machine']}\n", flush=True)
-    busy = [busy_cores()]
-    for section in arguments.section or SECTIONS:
-        if section == "codec":
-            result[section] = codec_rates.measure(arguments.elements, arguments.rounds)
-            print(codec_table(result[section]), flush=True)
-            busy.append(busy_cores())
-            continue
-        result[section] = []
-        for elements in arguments.exchange_elements or (10_000_000, 109_000_000):
-            measured = synchronization.measure(elements, arguments.rounds, deepspeed=arguments.deepspeed)
-            result[section].append(measured)
-            print(exchange_table(measured), flush=True)
-            busy.append(busy_cores())
-    result["busy_cores"] = busy
-    print(f"Cores busy with other work before, between and after the parts: {', '.join(f'{b:.1f}' for b in busy)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    report("", {name: partial(SECTIONS[name], arguments) for name in arguments.section or SECTIONS}, arguments.json)
 
 
-def codec_table(result: dict[str, Any]) -> str:
+def measure_codec(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """GB/s of each phase and of a copy, and the ratio of the two."""
+    result = codec_rates.measure(arguments.elements, arguments.rounds)
     rows = [
         [
             f"{entry['quantizer']}, {entry['phase']}",
@@ -76,11 +58,19 @@ def codec_table(result: dict[str, Any]) -> str:
         ]
         for entry in result["phases"]
     ]
-    return (
+    return result, (
         f"## Codec: {result['elements'] / 1e6:.0f} M elements, blocks of {result['block_size']}, "
         f"{result['replicas']} replicas, medians\n\n"
         + markdown(["quantizer, phase", "threads", "GB/s of fp32", "copy, GB/s", "rate / copy", "best / best"], rows)
     )
+
+
+def measure_exchange(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
+    results = [
+        synchronization.measure(elements, arguments.rounds, deepspeed=arguments.deepspeed)
+        for elements in arguments.exchange_elements or (10_000_000, 109_000_000)
+    ]
+    return results, "\n".join(map(exchange_table, results))
 
 
 def exchange_table(result: dict[str, Any]) -> str:
@@ -109,6 +99,8 @@ def exchange_table(result: dict[str, Any]) -> str:
         )
     return text
 
+
+SECTIONS = {"codec": measure_codec, "exchange": measure_exchange}
 
 if __name__ == "__main__":
     main()

@@ -27,19 +27,13 @@ _KERNELS = ("update", "sum_squares")
 
 @dataclasses.dataclass
 class Counts:
-    """Attributes:
-    operations: torch operations that compute something, without views.
-    kernels: calls of the optimizer's own kernels.
-    collectives: started collectives.
-    host_reads: calls that wait for a GPU: reads of values, and of sizes that depend on values.
-    late_reads: reads of deferred norms, which a GPU has computed long before the host reads them.
-    """
+    """Numbers of calls."""
 
-    operations: int = 0
-    kernels: int = 0
-    collectives: int = 0
-    host_reads: int = 0
-    late_reads: int = 0
+    operations: int = 0  # of torch that compute something, without views
+    kernels: int = 0  # of the optimizer's own
+    collectives: int = 0  # started
+    host_reads: int = 0  # that wait for a GPU: of values, and of sizes that depend on values
+    late_reads: int = 0  # of deferred norms, which a GPU has computed long before the host reads them
 
     @property
     def launches(self) -> int:

@@ -8,14 +8,14 @@ Prints Markdown. Linux only, as it reads /proc. README.md explains the columns.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import data_preprocessing
 import data_samples
-from reporting import busy_cores, machine
+from reporting import report
 
 SECTIONS = ("preprocessing", "indices", "samples")
 
@@ -31,33 +31,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
 
-    print(f"# Data: {machine()}\n", flush=True)
-    result: dict[str, Any] = {"machine": machine()}
-    busy = [busy_cores()]
-    for section in arguments.section or SECTIONS:
-        rates, text = _measure(section, arguments)
-        result[section] = [dataclasses.asdict(rate) for rate in rates]
-        print(f"## {text}\n", flush=True)
-        busy.append(busy_cores())
-    result["busy_cores"] = busy
-    print(f"Cores busy with other work before, between and after the sections: {', '.join(f'{b:.1f}' for b in busy)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    sections = arguments.section or SECTIONS
+    report("Data: ", {section: partial(measure, section, arguments) for section in sections}, arguments.json)
 
 
-def _measure(section: str, arguments: argparse.Namespace) -> tuple[list[Any], str]:
+def measure(section: str, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
     """The rates of a section, and its heading and table."""
+    rates: Sequence[Any]
     if section == "preprocessing":
-        rates: list[Any] = data_preprocessing.measure(
+        rates = data_preprocessing.measure(
             megabytes=arguments.megabytes, workers=arguments.workers, rounds=arguments.rounds
         )
-        return rates, f"Preprocessing, {arguments.megabytes:g} MB\n\n{data_preprocessing.markdown(rates)}"
-    if section == "indices":
+        text = f"Preprocessing, {arguments.megabytes:g} MB\n\n{data_preprocessing.table(rates)}"
+    elif section == "indices":
         rates = data_samples.measure_indices(int(arguments.documents))
-        return rates, f"Indices of {arguments.documents:g} documents\n\n{data_samples.indices_table(rates)}"
-    rates = data_samples.measure_samples(seconds=arguments.seconds, workers=[0, *arguments.workers])
-    heading = f"Samples, micro-batches of {data_samples.MICRO_BATCH}"
-    return rates, f"{heading}\n\n{data_samples.samples_table(rates)}"
+        text = f"Indices of {arguments.documents:g} documents\n\n{data_samples.indices_table(rates)}"
+    else:
+        rates = data_samples.measure_samples(seconds=arguments.seconds, workers=[0, *arguments.workers])
+        text = f"Samples, micro-batches of {data_samples.MICRO_BATCH}\n\n{data_samples.samples_table(rates)}"
+    return [rate._asdict() for rate in rates], f"## {text}"
 
 
 if __name__ == "__main__":

@@ -14,11 +14,14 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+from reporting import markdown
 
 from megatron01.config.commands import PreprocessConfig
 from megatron01.data import IndexedDataset
@@ -28,28 +31,19 @@ from megatron01.data.preprocessing.encoding import Encoder
 from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.preprocessing.sentences import split_sentences
-from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.data.tokenizers import build_tokenizer
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 
 
-@dataclass(frozen=True)
-class Rate:
-    """One measured throughput.
+class Rate(NamedTuple):
+    """One measured throughput."""
 
-    Attributes:
-        task: tokenizer and output.
-        step: the part of the work, or the program that does all of it.
-        workers: processes.
-        megabytes: MB of JSON lines a second, the median of the rounds.
-        tokens: tokens a second; 0 for a step that produces none.
-    """
-
-    task: str
-    step: str
-    workers: int
-    megabytes: float
-    tokens: float = 0.0
+    task: str  # tokenizer and output
+    step: str  # the part of the work, or the program that does all of it
+    workers: int  # processes
+    megabytes: float  # of JSON lines a second, the median of the rounds
+    tokens: float = 0.0  # a second; 0 for a step that produces none
 
 
 def write_corpus(path: Path, megabytes: float) -> None:
@@ -86,7 +80,7 @@ def tasks(corpus: Path, output: Path) -> dict[str, PreprocessConfig]:
     }
 
 
-def measure(*, megabytes: float = 4, workers: Sequence[int] = (1, 2), rounds: int = 3) -> list[Rate]:
+def measure(*, megabytes: float, workers: Sequence[int], rounds: int) -> list[Rate]:
     """The rates of both tasks: a worker's steps, the command, and ``datasets.map`` (if ``datasets`` is installed).
 
     Args:
@@ -96,7 +90,8 @@ def measure(*, megabytes: float = 4, workers: Sequence[int] = (1, 2), rounds: in
         rounds: repetitions; the median is reported.
     """
     rates: list[Rate] = []
-    with tempfile.TemporaryDirectory() as folder, _single_threaded_tokenizer():
+    single_threaded = patch.dict(os.environ, TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    with tempfile.TemporaryDirectory() as folder, single_threaded:
         corpus = Path(folder) / "corpus.jsonl"
         write_corpus(corpus, megabytes)
         size = corpus.stat().st_size / 1e6
@@ -107,13 +102,13 @@ def measure(*, megabytes: float = 4, workers: Sequence[int] = (1, 2), rounds: in
     return rates
 
 
-def markdown(rates: Sequence[Rate]) -> str:
-    """The rates as a table."""
-    lines = ["| task | what | processes | MB/s | million tokens/s |", "|---|---|---|---|---|"]
-    for rate in rates:
-        tokens = f"{rate.tokens / 1e6:.2f}" if rate.tokens else ""
-        lines.append(f"| {rate.task} | {rate.step} | {rate.workers} | {rate.megabytes:.1f} | {tokens} |")
-    return "\n".join(lines)
+def table(rates: Sequence[Rate]) -> str:
+    """The rates as Markdown."""
+    rows = [
+        [task, step, str(workers), f"{megabytes:.1f}", f"{tokens / 1e6:.2f}" if tokens else ""]
+        for task, step, workers, megabytes, tokens in rates
+    ]
+    return markdown(["task", "what", "processes", "MB/s", "million tokens/s"], rows)
 
 
 def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:
@@ -136,12 +131,11 @@ def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> lis
     read()
     texts = decode()
     steps: dict[str, Callable[[], object]] = {"reading": read, "JSON": decode}
+    encoded = texts
     if config.split_sentences:
         steps["sentences"] = lambda: [split_sentences(text) for text in texts]
-        texts_or_sentences = [sentence for text in texts for sentence in split_sentences(text)]
-    else:
-        texts_or_sentences = texts
-    steps["tokenizer alone"] = lambda: tokenizer.encode_batch(texts_or_sentences)
+        encoded = [sentence for text in texts for sentence in split_sentences(text)]
+    steps["tokenizer alone"] = lambda: tokenizer.encode_batch(encoded)
     steps["all that a worker does"] = encode
     return [Rate(task, step, 1, size / _median(do, rounds, time.process_time)) for step, do in steps.items()]
 
@@ -182,7 +176,7 @@ def _map(config: PreprocessConfig) -> int:
     try:
         rows = datasets.load_dataset("json", data_files=list(config.input), cache_dir=str(folder), split="train")
         encoded = rows.map(
-            _EncodeBatch(config),
+            partial(_encode_batch, config),
             batched=True,
             remove_columns=rows.column_names,
             num_proc=config.workers,
@@ -193,28 +187,20 @@ def _map(config: PreprocessConfig) -> int:
         shutil.rmtree(folder)
 
 
-@dataclass(frozen=True)
-class _EncodeBatch:
+_tokenizer = lru_cache(maxsize=1)(build_tokenizer)  # built once in a process of ``datasets.map``
+
+
+def _encode_batch(config: PreprocessConfig, batch: dict[str, list[str]]) -> dict[str, list[Any]]:
     """The function for ``datasets.map``: the same sentence splitting and tokenizer."""
-
-    config: PreprocessConfig
-
-    def __call__(self, batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        tokenizer = _tokenizer(self.config)
-        end = [tokenizer.eod] if self.config.append_eod and tokenizer.eod is not None else []
-        if not self.config.split_sentences:
-            ids = [document + end for document in tokenizer.encode_batch(batch["text"])]
-            return {"ids": ids, "num_tokens": list(map(len, ids))}
-        cut = [split_sentences(text) for text in batch["text"]]
-        encoded = iter(tokenizer.encode_batch([sentence for sentences in cut for sentence in sentences]))
-        nested = [[next(encoded) for _ in sentences] for sentences in cut]
-        return {"ids": nested, "num_tokens": [sum(map(len, sentences)) for sentences in nested]}
-
-
-@lru_cache(maxsize=1)
-def _tokenizer(config: PreprocessConfig) -> Tokenizer:
-    """The tokenizer of a process of ``datasets.map``, built once."""
-    return build_tokenizer(config)
+    tokenizer = _tokenizer(config)
+    end = [tokenizer.eod] if config.append_eod and tokenizer.eod is not None else []
+    if not config.split_sentences:
+        ids = [document + end for document in tokenizer.encode_batch(batch["text"])]
+        return {"ids": ids, "num_tokens": list(map(len, ids))}
+    cut = [split_sentences(text) for text in batch["text"]]
+    encoded = iter(tokenizer.encode_batch([sentence for sentences in cut for sentence in sentences]))
+    nested = [[next(encoded) for _ in sentences] for sentences in cut]
+    return {"ids": nested, "num_tokens": [sum(map(len, sentences)) for sentences in nested]}
 
 
 def _median(do: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
@@ -224,14 +210,3 @@ def _median(do: Callable[[], object], rounds: int, clock: Callable[[], float]) -
         do()
         taken.append(clock() - start)
     return max(statistics.median(taken), 1e-9)
-
-
-@contextlib.contextmanager
-def _single_threaded_tokenizer() -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

@@ -9,20 +9,18 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from reporting import reset_peak, resident
+from reporting import markdown, reset_peak, resident
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import (
     BatchLoader,
     IndexedDatasetBuilder,
     SampleCounts,
-    Tokenizer,
     build_bert_datasets,
     build_gpt_datasets,
     build_tokenizer,
@@ -37,38 +35,22 @@ SENTENCES = 5  # of a document, in the measurement of indices
 MICRO_BATCH = 32
 
 
-@dataclass(frozen=True)
-class IndexRate:
-    """Cost of building one index.
+class IndexRate(NamedTuple):
+    """Cost of building one index."""
 
-    Attributes:
-        index: its name.
-        num_samples: samples in it.
-        seconds: elapsed.
-        megabytes: size of its arrays.
-        peak_megabytes: peak growth of the process.
-    """
-
-    index: str
+    index: str  # its name
     num_samples: int
     seconds: float
-    megabytes: float
-    peak_megabytes: float
+    megabytes: float  # of its arrays
+    peak_megabytes: float  # by which the process grew meanwhile
 
 
-@dataclass(frozen=True)
-class SampleRate:
-    """One measured throughput of samples.
+class SampleRate(NamedTuple):
+    """One measured throughput of samples."""
 
-    Attributes:
-        samples: kind and length.
-        workers: loader processes; None without a loader.
-        per_second: samples a second; of CPU time without a loader.
-    """
-
-    samples: str
-    workers: int | None
-    per_second: float
+    samples: str  # kind and length
+    workers: int | None  # loader processes; None without a loader
+    per_second: float  # samples a second; of CPU time without a loader
 
 
 def measure_indices(num_documents: int) -> list[IndexRate]:
@@ -98,48 +80,37 @@ def measure_indices(num_documents: int) -> list[IndexRate]:
 
 
 def measure_samples(*, seconds: float, workers: Sequence[int]) -> list[SampleRate]:
-    """Samples of both kinds, alone and through the loader with different numbers of processes.
-
-    Args:
-        seconds: for each measurement.
-        workers: numbers of processes.
-    """
+    """Samples of both kinds, alone and through the loader with different numbers of processes."""
     rates = []
     with tempfile.TemporaryDirectory() as folder:
         for name, dataset in _datasets(Path(folder)).items():
             starts = range(0, len(dataset) - MICRO_BATCH, MICRO_BATCH)
             batches = (dataset.batch(range(start, start + MICRO_BATCH)) for start in starts)
-            alone = _rate(batches, seconds, time.process_time)
-            rates.append(SampleRate(name, None, alone))
+            rates.append(SampleRate(name, None, _rate(batches, seconds, time.process_time)))
+            place = {"consumed_samples": 0, "micro_batch_size": MICRO_BATCH, "replica": 0, "num_replicas": 1}
             for count in workers:
-                loader = BatchLoader(
-                    dataset,
-                    consumed_samples=0,
-                    micro_batch_size=MICRO_BATCH,
-                    replica=0,
-                    num_replicas=1,
-                    num_workers=count,
-                )
+                loader = BatchLoader(dataset, **place, num_workers=count)
                 rates.append(SampleRate(name, count, _rate(loader, seconds, time.perf_counter)))
     return rates
 
 
 def indices_table(rates: Sequence[IndexRate]) -> str:
     """The rates as Markdown."""
-    lines = ["| index | million samples | s | MB | peak MB |", "| --- | ---: | ---: | ---: | ---: |"]
-    for rate in rates:
-        cells = f"{rate.num_samples / 1e6:.2f} | {rate.seconds:.2f} | {rate.megabytes:.0f} | {rate.peak_megabytes:.0f}"
-        lines.append(f"| {rate.index} | {cells} |")
-    return "\n".join(lines)
+    rows = [
+        [name, f"{samples / 1e6:.2f}", f"{seconds:.2f}", f"{megabytes:.0f}", f"{peak:.0f}"]
+        for name, samples, seconds, megabytes, peak in rates
+    ]
+    return markdown(["index", "million samples", "s", "MB", "peak MB"], rows)
 
 
 def samples_table(rates: Sequence[SampleRate]) -> str:
     """The rates as Markdown."""
-    lines = ["| samples | through | samples/s |", "| --- | --- | ---: |"]
-    for rate in rates:
-        through = {None: "no loader, one core", 0: "loader, same process"}.get(rate.workers)
-        lines.append(f"| {rate.samples} | {through or f'loader, {rate.workers} worker(s)'} | {rate.per_second:,.0f} |")
-    return "\n".join(lines)
+    through = {None: "no loader, one core", 0: "loader, same process"}
+    rows = [
+        [name, through.get(workers, f"loader, {workers} worker(s)"), f"{per_second:,.0f}"]
+        for name, workers, per_second in rates
+    ]
+    return markdown(["samples", "through", "samples/s"], rows)
 
 
 def _measure_index(name: str, build: Callable[[], Arrays]) -> IndexRate:
@@ -171,24 +142,18 @@ def _datasets(folder: Path) -> dict[str, SampleDataset]:
         vocab_file=str(vocabularies / "gpt2-tiny-5000-vocab.json"),
         merge_file=str(vocabularies / "gpt2-tiny-5000-merges.txt"),
     )
+    original = {"objective": "nsp", "masking": "token", "max_predictions_per_seq": 20}
     recipes: dict[str, dict[str, Any]] = {
         "BERT 128, Megatron's": {"seq_length": 128},
-        "BERT 128, original": {
-            "seq_length": 128,
-            "objective": "nsp",
-            "masking": "token",
-            "max_predictions_per_seq": 20,
-        },
+        "BERT 128, original": {"seq_length": 128, **original},
         "BERT 512, Megatron's": {"seq_length": 512},
     }
-    found: dict[str, SampleDataset | None] = {}
+    found: dict[str, Any] = {}
     for name, settings in recipes.items():
         config = BertDataConfig(split="1", **bert_files, **settings)
-        tokenizer: Tokenizer = build_tokenizer(config)
-        found[name] = build_bert_datasets(config, tokenizer, SampleCounts(200_000), 1).train
-    gpt = build_gpt_datasets(gpt_config, build_tokenizer(gpt_config), SampleCounts(200_000), 1)
-    found["GPT-2 1024"] = gpt.train
-    return {name: dataset for name, dataset in found.items() if dataset is not None}
+        found[name] = build_bert_datasets(config, build_tokenizer(config), SampleCounts(200_000), 1).train
+    found["GPT-2 1024"] = build_gpt_datasets(gpt_config, build_tokenizer(gpt_config), SampleCounts(200_000), 1).train
+    return found
 
 
 def _rate(batches: Any, seconds: float, clock: Callable[[], float]) -> float:

@@ -21,11 +21,7 @@ import torch.distributed as dist
 
 
 def version() -> str:
-    """DeepSpeed's version.
-
-    Raises:
-        SystemExit: it is not installed.
-    """
+    """DeepSpeed's version. Raises SystemExit if it is not installed."""
     try:
         return importlib.metadata.version("deepspeed")
     except importlib.metadata.PackageNotFoundError:
@@ -83,12 +79,11 @@ class DeepSpeedZeroOneAdam:
             # step 1 is empty, step 2 refreshes the variance, and each later step does one all-reduce
             for _ in range(3):
                 self._optimizer.step()
-        state = self._optimizer.state[self._parameter]
-        assert self._optimizer.freeze_key and state["local_step_interval"] == 1
-        self._state = state
+        self._state = self._optimizer.state[self._parameter]
+        assert self._optimizer.freeze_key and self._state["local_step_interval"] == 1
 
     def step(self) -> dict[str, dict[str, float]]:
-        parts = {}
+        parts, replicas = {}, dist.get_world_size()
         for name, function in (("deepspeed_all_reduce", self._all_reduce), ("deepspeed_step", self._optimizer.step)):
             dist.barrier()
             self._packer.seconds = 0.0
@@ -97,7 +92,8 @@ class DeepSpeedZeroOneAdam:
             parts[name] = {
                 "seconds": time.perf_counter() - start,
                 "packing_seconds": self._packer.seconds,
-                "bytes_sent": self._bytes_sent(),
+                # signs to the servers and back, without the few scales
+                "bytes_sent": 2 * (replicas - 1) / replicas * self._state["worker_error"].numel() / 8,
             }
         return parts
 
@@ -122,8 +118,3 @@ class DeepSpeedZeroOneAdam:
             buffer, state["worker_error"], state["server_error"], dist.get_rank()
         )
         buffer.zero_()
-
-    def _bytes_sent(self) -> float:
-        """Signs to the servers and back, without the few scales."""
-        replicas = dist.get_world_size()
-        return 2 * (replicas - 1) / replicas * self._state["worker_error"].numel() / 8

@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from statistics import fmean, stdev
 
+from reporting import markdown
+
 ROOT = Path(__file__).resolve().parents[1]
 GLOBAL_BATCH_SIZE = 16
 # a smaller model than the debug recipe's, and no dropout, so that random numbers do not differ
@@ -46,7 +48,7 @@ def main() -> None:
                 losses[replicas].append(train(arguments, seed, replicas, Path(folder, str(replicas)), *start))
         print(f"seed {seed}: " + "  ".join(f"{replicas}: {found[-1]:.4f}" for replicas, found in losses.items()))
         sys.stdout.flush()
-    print(table(arguments, losses))
+    print(table(arguments, losses), end="")
 
 
 def train(arguments: argparse.Namespace, seed: int, replicas: int, folder: Path, *more: str) -> float:
@@ -84,19 +86,18 @@ def table(arguments: argparse.Namespace, losses: dict[int, list[float]]) -> str:
     """Table of means over the seeds, and of the paired difference of each seed."""
     whole = losses[arguments.replicas]
     spread = stdev(whole) if len(whole) > 1 else float("nan")
-    lines = [
+    title = (
         f"{arguments.task}, {arguments.optimizer}, {arguments.steps} steps, seeds {arguments.seeds}; standard deviation"
-        f" of the uninterrupted runs over the seeds: {spread:.4f}",
-        "",
-        "| replicas | held-out loss | difference to the uninterrupted run of the same seed: mean | largest |",
-        "| --- | ---: | ---: | ---: |",
-    ]
+        f" of the uninterrupted runs over the seeds: {spread:.4f}\n\n"
+    )
+    rows = []
     for replicas, found in losses.items():
         differences = [loss - reference for loss, reference in zip(found, whole, strict=True)]
         name = f"{replicas}" if replicas == arguments.replicas else f"{arguments.replicas}, then {replicas}"
         largest = max(differences, key=abs)
-        lines.append(f"| {name} | {fmean(found):.4f} | {fmean(differences):+.4f} | {largest:+.4f} |")
-    return "\n".join(lines)
+        rows.append([name, f"{fmean(found):.4f}", f"{fmean(differences):+.4f}", f"{largest:+.4f}"])
+    difference = "difference to the uninterrupted run of the same seed: mean"
+    return title + markdown(["replicas", "held-out loss", difference, "largest"], rows)
 
 
 def parse_arguments() -> argparse.Namespace:

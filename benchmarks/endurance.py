@@ -21,6 +21,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from reporting import markdown
 
 from megatron01.data import IndexedDatasetBuilder
 
@@ -46,14 +47,8 @@ def command(folder: Path, steps: int) -> list[str]:
         "threads-per-replica": 1,
     }  # fmt: skip
     flags = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-    return [
-        *torchrun,
-        str(ROOT / "pretrain_gpt.py"),
-        "--config",
-        str(ROOT / "configs/gpt2/debug.yaml"),
-        "--async-save",
-        *flags,
-    ]
+    config = ["--config", str(ROOT / "configs/gpt2/debug.yaml")]
+    return [*torchrun, str(ROOT / "pretrain_gpt.py"), *config, "--async-save", *flags]
 
 
 def children(pid: int) -> list[int]:
@@ -73,18 +68,16 @@ def measure(steps: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="endurance-") as name:
         folder = Path(name)
         with open(folder / "log", "w") as log:
-            run = subprocess.Popen(
-                command(folder, steps), env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
-            )
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            run = subprocess.Popen(command(folder, steps), env=environment, stdout=log, stderr=log)
         while run.poll() is None:
             time.sleep(0.5)
             try:
                 step = json.loads((folder / "run" / "last_step.json").read_text())["iteration"]
                 for rank, replica in enumerate(sorted(children(run.pid))):
                     looks = [look(pid) for pid in (replica, *children(replica))]
-                    lines.append(
-                        {"step": step, "rank": rank} | {kind: sum(one[kind] for one in looks) for kind in KINDS}
-                    )
+                    sums = {kind: sum(one[kind] for one in looks) for kind in KINDS}
+                    lines.append({"step": step, "rank": rank, **sums})
             except (OSError, KeyError, ValueError):  # before its first step, or at its end
                 continue
         if run.returncode:
@@ -99,19 +92,13 @@ def report(lines: list[dict[str, float]], steps: int, output: Path) -> bool:
     tenths: dict[tuple[int, int], list[dict[str, float]]] = defaultdict(list)
     for line in lines:
         tenths[int(line["rank"]), min(9, int(10 * line["step"] / steps))].append(line)
-    text = [
-        f"# Endurance: {steps:,} steps of two replicas, with {steps // 200} evaluations and {steps // 500} checkpoints",
-        "",
-    ]
-    text += ["Medians over a tenth of the steps, of a replica and its loader process.", ""]
-    text += ["| steps | " + " | ".join(f"{unit}, rank {rank}" for rank in (0, 1) for unit in KINDS.values()) + " |"]
-    text += ["|---" * 7 + "|"]
     median = {
         key: {kind: float(np.median([one[kind] for one in some])) for kind in KINDS} for key, some in tenths.items()
     }
+    rows = []
     for tenth in range(10):
         cells = [f"{median[rank, tenth][kind]:.0f}" for rank in (0, 1) for kind in KINDS if (rank, tenth) in median]
-        text.append(f"| {tenth * steps // 10:,} to {(tenth + 1) * steps // 10:,} | " + " | ".join(cells) + " |")
+        rows.append([f"{tenth * steps // 10:,} to {(tenth + 1) * steps // 10:,}", *cells])
     first = int(10 * SETTLED)
     grown = {
         f"{unit} of rank {rank}": median[rank, 9][kind] - median[rank, first][kind]
@@ -119,10 +106,12 @@ def report(lines: list[dict[str, float]], steps: int, output: Path) -> bool:
         for kind, unit in KINDS.items()
         if median[rank, 9][kind] - median[rank, first][kind] > ALLOWED[kind]
     }
-    text += [
-        "",
-        f"Grew after a fifth of the steps, by more than 3 MB or one file or thread: {grown or 'nothing'}.",
-        "",
+    text = [
+        f"# Endurance: {steps:,} steps of two replicas, with {steps // 200} evaluations and"
+        f" {steps // 500} checkpoints\n",
+        "Medians over a tenth of the steps, of a replica and its loader process.\n",
+        markdown(["steps", *(f"{unit}, rank {rank}" for rank in (0, 1) for unit in KINDS.values())], rows),
+        f"Grew after a fifth of the steps, by more than 3 MB or one file or thread: {grown or 'nothing'}.\n",
         f"![The curve]({output.name}.svg)",
     ]
     output.with_suffix(".md").write_text("\n".join(text) + "\n")

@@ -27,16 +27,12 @@ KINDS = {"bert": "BERT", "gpt": "GPT-2", "digits": "ResNet-18 on digits"}
 
 @dataclass(frozen=True)
 class Spec:
-    """What is trained and compared; the fields are the sections of the YAML file.
-
-    Attributes:
-        prepare: shell commands that make texts and vocabularies from their sources, run once before everything else.
-    """
+    """What is trained and compared; the fields are the sections of the YAML file."""
 
     replicas: int
     seeds: list[int]
     optimizers: dict[str, str]
-    prepare: str | None = None
+    prepare: str | None = None  # shell commands that make texts and vocabularies, run once before all
     bert: dict[str, Any] | None = None
     glue: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None
@@ -89,16 +85,11 @@ ByRate = dict[float, dict[int, Record]]
 
 @dataclass
 class Evidence:
-    """The runs of a specification that are done.
-
-    Attributes:
-        records: settings and results of each run; a lower ``score`` is better, None if it diverged.
-        counts: GLUE task -> score of logistic regression on word counts, in per cent.
-    """
+    """The runs of a specification that are done."""
 
     spec: Spec
-    records: dict[Run, Record] = field(default_factory=dict)
-    counts: dict[str, float] = field(default_factory=dict)
+    records: dict[Run, Record] = field(default_factory=dict)  # lower ``score`` is better, None if it diverged
+    counts: dict[str, float] = field(default_factory=dict)  # GLUE task -> logistic regression on word counts, per cent
 
     @classmethod
     def read(cls, path: Path) -> Evidence:

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from replica_pool import run_replicas
+from replica_pool import ReplicaPool, seed
 from synchronization import FP32Adam
 from timing import seconds_of
 from workload import Workload
@@ -28,12 +28,8 @@ def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:
     ``ratio`` is relative to the all-reduce and the fused step of Adam in the same turn, ``arithmetic_ratio`` to the
     latter alone. Gradients are random and constant; there is no forward or backward pass, and no clipping.
     """
-    replicas = run_replicas(_measure_all, REPLICAS, workload)
-    return {name: _by_kind([of_all[name] for of_all in replicas]) for name in FAMILY}
-
-
-def _measure_all(workload: Workload) -> dict[str, list[dict[str, Any]]]:
-    return {title: _measure(workload, settings) for title, settings in FAMILY.items()}
+    with ReplicaPool(REPLICAS, seed) as pool:
+        return {title: _by_kind(pool.run(_measure, workload, settings)) for title, settings in FAMILY.items()}
 
 
 def _measure(workload: Workload, settings: dict[str, Any]) -> list[dict[str, Any]]:
@@ -51,15 +47,8 @@ def _measure(workload: Workload, settings: dict[str, Any]) -> list[dict[str, Any
         report = optimizer.last_step
         assert report is not None and report.kind != "skipped", report
         reduced, whole = baseline["all_reduce"]["seconds"], baseline["adam"]["seconds"]
-        turns.append(
-            {
-                "kind": report.kind,
-                "seconds": seconds,
-                "bytes_sent": report.bytes_sent,
-                "adam_seconds": whole,
-                "adam_arithmetic_seconds": whole - reduced,
-            }
-        )
+        turn = {"kind": report.kind, "seconds": seconds, "bytes_sent": report.bytes_sent}
+        turns.append({**turn, "adam_seconds": whole, "adam_arithmetic_seconds": whole - reduced})
     return turns
 
 

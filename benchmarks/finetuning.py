@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from reporting import markdown
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import matthews_corrcoef
@@ -30,7 +31,7 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from megatron01.config.commands import GlueConfig
-from megatron01.finetune.bench import evaluate, shuffled_batches
+from megatron01.finetune.bench import shuffled_batches
 from megatron01.finetune.glue import TASKS, Example, GlueBench, Task, TaskData
 from megatron01.finetune.results import Run
 
@@ -90,13 +91,10 @@ def compare_with_baselines(arguments: argparse.Namespace) -> None:
     print("| | accuracy on SST-2's development set |\n| --- | ---: |")
     print(f"| majority class | {100 * max(share, 1 - share):.1f} |")
     for words, name in ((1, "words"), (2, "words and pairs of words")):
-        print(
-            f"| logistic regression on counts of {name} | {score_of_counts(data, TASK, words=words):.1f} |", flush=True
-        )
-    found = []
-    for seed in arguments.seeds:
-        result = bench.measure(Run(TASK.name, arguments.batch_size, arguments.lr, seed))
-        found.append(100 * result.metrics["accuracy"])
+        counted = score_of_counts(data, TASK, words=words)
+        print(f"| logistic regression on counts of {name} | {counted:.1f} |", flush=True)
+    runs = [Run(TASK.name, arguments.batch_size, arguments.lr, seed) for seed in arguments.seeds]
+    found = [accuracy(bench, run, bench.train(run)[0]) for run in runs]
     shown = ", ".join(f"{value:.1f}" for value in found)
     print(f"| fine-tuned: median of seeds ({shown}) | {statistics.median(found):.1f} |")
 
@@ -128,14 +126,13 @@ def compare_with_trainer(arguments: argparse.Namespace) -> None:
     found: dict[str, list[float]] = {"megatron01": [], "Trainer": []}
     for seed in arguments.seeds:
         run = Run(TASK.name, arguments.batch_size, arguments.lr, seed)
-        found["megatron01"].append(accuracy(bench, bench.train(run)[0]))
-        found["Trainer"].append(accuracy(bench, train_by_trainer(bench, arguments, run, in_our_order=False)))
-    print("| loop | " + " | ".join(f"seed {seed}" for seed in arguments.seeds) + " | mean | standard deviation |")
-    print("| --- |" + " ---: |" * (len(arguments.seeds) + 2))
+        found["megatron01"].append(accuracy(bench, run, bench.train(run)[0]))
+        found["Trainer"].append(accuracy(bench, run, train_by_trainer(bench, arguments, run, in_our_order=False)))
+    rows = []
     for name, values in found.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        cells = [f"{value:.2f}" for value in (*values, statistics.fmean(values), spread)]
-        print(f"| {name} | {' | '.join(cells)} |")
+        rows.append([name, *(f"{value:.2f}" for value in (*values, statistics.fmean(values), spread))])
+    print(markdown(["loop", *(f"seed {seed}" for seed in arguments.seeds), "mean", "standard deviation"], rows), end="")
 
 
 class OurOrder(Sampler[int]):
@@ -190,14 +187,9 @@ def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, 
     return model
 
 
-def accuracy(bench: GlueBench, model: Any) -> float:
+def accuracy(bench: GlueBench, run: Run, model: Any) -> float:
     """Accuracy on the development set, in per cent."""
-    _, examples = bench.inputs(TASK.name)
-    encoded = [example.encoded for example in examples]
-    right = 0
-    for places, output in evaluate(model, encoded, bench.pretrained.encoder.collate, bench.config):
-        right += int(np.sum(output.logits.argmax(1).numpy() == [examples[place].label for place in places]))
-    return 100 * right / len(examples)
+    return 100 * bench.score(run, model)["accuracy"]
 
 
 def distance(one: Any, other: Any) -> float:

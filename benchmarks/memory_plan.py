@@ -19,6 +19,7 @@ from reporting import reset_peak, resident
 from workload import Workload, sum_of_losses
 
 from megatron01.config import PretrainConfig, Recomputation
+from megatron01.convert.portable import new_model
 from megatron01.cost.memory import Memory, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.optim import build_optimizer, build_schedule
@@ -75,9 +76,8 @@ def planned(config: PretrainConfig, replicas: int, *, on_gpu: bool) -> Memory:
     )
 
 
-def measured(case_values: dict[str, Any]) -> int:
+def measured(case: Case) -> int:
     """Growth of this process's resident memory from before the model is built to the peak of its steps."""
-    case = Case(**case_values)
     if gives_back_freed_blocks(config_of(case).model, "cpu"):  # as in training
         give_back_freed_blocks()
     _train(dataclasses.replace(case, layers=1, micro_batch_size=1, seq_length=16), small=True)  # libraries, kernels
@@ -89,18 +89,12 @@ def measured(case_values: dict[str, Any]) -> int:
 
 
 def _train(case: Case, *, small: bool = False) -> None:
-    from megatron01.models import GPT2, Bert
-
     config = config_of(case)
+    vocab_size = model_without_memory(config)[0].vocab_size
     if small:
-        config = dataclasses.replace(
-            config, model=dataclasses.replace(config.model, hidden_size=64, num_attention_heads=2)
-        )
-    reference, _ = model_without_memory(config)
-    vocab_size = 500 if small else reference.vocab_size
-    model = (
-        GPT2(config.model, vocab_size) if case.model == "gpt2" else Bert(config.model, vocab_size, binary_head=True)  # type: ignore[arg-type]
-    )
+        shape = dataclasses.replace(config.model, hidden_size=64, num_attention_heads=2)
+        config, vocab_size = dataclasses.replace(config, model=shape), 500
+    model = new_model(config.model, vocab_size, binary_head=True)
     schedule = build_schedule(config.optimizer, config.training.train_iters)
     optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
     module = optimizer.attach(LossModule(model))
@@ -137,7 +131,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | ---: | ---: | ---: |")
     for case in CASES:
         plan = planned(config_of(case), REPLICAS, on_gpu=False)
-        peak = max(run_replicas(measured, REPLICAS, dataclasses.asdict(case)))
+        peak = max(run_replicas(measured, REPLICAS, case))
         rows.append({**dataclasses.asdict(case), **dataclasses.asdict(plan), "planned": plan.total, "measured": peak})
         print(
             f"| {case.model}, {case.layers} layers | {case.optimizer} | {case.micro_batch_size} x {case.seq_length} |"

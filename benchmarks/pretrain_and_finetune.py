@@ -70,11 +70,7 @@ _DIGITS = 6
 
 
 class Workshop:
-    """Does the runs of a specification and keeps their records in a folder.
-
-    Args:
-        minutes: no run is started after this time.
-    """
+    """Does the runs of a specification and keeps their records in a folder; starts none after ``minutes``."""
 
     def __init__(self, spec: Spec, folder: Path, minutes: float = math.inf) -> None:
         self.spec, self.folder = spec, folder
@@ -103,8 +99,7 @@ class Workshop:
     def _prepare(self) -> None:
         """Prepare the texts, if they are missing.
 
-        Raises:
-            UserError: if a command fails, or if runs in the folder used texts prepared by other commands.
+        Raises UserError if a command fails, or if runs in the folder used texts prepared by other commands.
         """
         if self.spec.prepare is None:
             return
@@ -216,9 +211,8 @@ class Workshop:
         found: Record = {"texts": bits}
         if self.spec.gpt.get("lambada") is not None:
             loaded = load_model(str(folder / "checkpoints"), device="cpu")
-            found["lambada"] = last_word_accuracy(
-                loaded.gpt2(), loaded.tokenizer, read_documents(self.spec.gpt["lambada"])
-            )
+            texts = read_documents(self.spec.gpt["lambada"])
+            found["lambada"] = last_word_accuracy(loaded.gpt2(), loaded.tokenizer, texts)
         return found
 
 
@@ -230,8 +224,7 @@ def say(what: str) -> None:
 def call(command: list[str], output: Path, *, may_diverge: bool = False) -> str:
     """Run a command and return its output, which is also written to a file.
 
-    Raises:
-        UserError: if it failed, with its last line; unless it may diverge, and says that it did.
+    Raises UserError if it failed, with its last line; unless it may diverge, and says that it did.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])  # for megatron01
     environment = os.environ | {"PATH": path}
@@ -309,12 +302,9 @@ def of_glue(runs: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def with_dev_sets(given: Path, names: list[str], folder: Path, most: int | None = None) -> tuple[Path, list[str]]:
-    """A folder with the available tasks, and their names.
+    """A folder with the available tasks, and their names; with the first ``most`` rows of each training set.
 
     If a task has no development set, the last quarter of its training set is held out for evaluation.
-
-    Args:
-        most: number of rows of a training set to use, from the first; None for all.
     """
     there = {path.name.lower(): path for path in given.iterdir() if path.is_dir()} if given.is_dir() else {}
     tasks = []
@@ -329,18 +319,18 @@ def with_dev_sets(given: Path, names: list[str], folder: Path, most: int | None 
         if train is None:
             raise UserError(f"{source} holds no train.tsv")
         head, *rows = train.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        splits = TASKS[name].dev
+        rows, splits = rows[:most], TASKS[name].dev
+        parts = {"train.tsv": rows}
         if (source / f"{splits[0].names[0]}.tsv").exists():
             for path in source.glob("*.tsv"):
                 (target / path.name).write_bytes(path.read_bytes())
-            (target / train.name).write_text("\n".join([head, *rows[:most], ""]), encoding="utf-8")
-            continue
-        rows = rows[:most]
-        first = round(len(rows) * (1 - DEV_SHARE))
-        (target / "train.tsv").write_text("\n".join([head, *rows[:first], ""]), encoding="utf-8")
-        for number, split in enumerate(splits):
-            part = rows[first + number :: len(splits)]
-            (target / f"{split.names[0]}.tsv").write_text("\n".join([head, *part, ""]), encoding="utf-8")
+        else:
+            first = round(len(rows) * (1 - DEV_SHARE))
+            parts["train.tsv"] = rows[:first]
+            for number, split in enumerate(splits):
+                parts[f"{split.names[0]}.tsv"] = rows[first + number :: len(splits)]
+        for file, part in parts.items():
+            (target / file).write_text("\n".join([head, *part, ""]), encoding="utf-8")
     if not tasks:
         raise UserError(f"{given} holds none of the tasks {', '.join(names)}; expected a folder for each")
     return folder, tasks

@@ -11,7 +11,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,8 +47,7 @@ class ReplicaPool:
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
         """Results of ``work(*args)`` on each replica, by rank; ``work`` is a module-level function.
 
-        Raises:
-            ReplicaFailed: if it raises on a replica, or a replica ends.
+        Raises ReplicaFailed if it raises on a replica, or a replica ends.
         """
         for connection in self._connections:
             connection.send((work, args))
@@ -69,9 +67,7 @@ class ReplicaPool:
     def __enter__(self) -> ReplicaPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.join()
@@ -80,12 +76,12 @@ class ReplicaPool:
 
 def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:
     """Results of ``worker(*args)`` in each of ``replicas`` new processes, seeded with their ranks."""
-    with ReplicaPool(replicas, _seed) as pool:
+    with ReplicaPool(replicas, seed) as pool:
         return pool.run(worker, *args)
 
 
-def _seed(rank: int) -> None:
-    torch.manual_seed(rank)
+def seed(rank: int) -> None:
+    torch.manual_seed(rank)  # which itself cannot be pickled
 
 
 def _serve(

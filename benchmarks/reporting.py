@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,6 +45,21 @@ def resident(field: str) -> int:
 def reset_peak() -> None:
     """Set the peak of resident memory to its present value."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def report(title: str, parts: dict[str, Callable[[], tuple[Any, str]]], output: Path | None, **known: Any) -> None:
+    """Measure each part, which gives its numbers and their Markdown; print it, and write all as JSON to ``output``."""
+    result: dict[str, Any] = {**known, "machine": machine()}
+    print(f"# {title}{result['machine']}\n", flush=True)
+    busy = [busy_cores()]
+    for name, measure in parts.items():
+        result[name], text = measure()
+        print(text, flush=True)
+        busy.append(busy_cores())
+    result["busy_cores"] = busy
+    print(f"Cores busy with other work before, between and after the parts: {', '.join(f'{b:.1f}' for b in busy)}")
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from replica_pool import ReplicaPool
+from reporting import markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, Topology
@@ -68,19 +70,12 @@ def measure(elements: int, replicas: int) -> list[dict[str, Any]]:
             everyones = pool.run(_measure_replica, elements, replicas, hierarchical)
             for kind in EXCHANGES:
                 most = {name: max(each[kind][name] for each in everyones) for name in everyones[0][kind]}
-                files = max(each["files"] - alone["files"] for each, alone in zip(everyones, joined, strict=True))
-                threads = max(each["threads"] - alone["threads"] for each, alone in zip(everyones, joined, strict=True))
+                for name in ("files", "threads"):
+                    pairs = zip(everyones, joined, strict=True)
+                    most[name] = max(each[name] - alone[name] for each, alone in pairs)
                 topology = "flat" if hierarchical == "off" else f"{replicas // _per_node(replicas)} nodes"
-                lines.append(
-                    {
-                        "replicas": replicas,
-                        "exchange": kind,
-                        "topology": topology,
-                        **most,
-                        "files": files,
-                        "threads": threads,
-                    }
-                )
+                place = {"replicas": replicas, "exchange": kind, "topology": topology}
+                lines.append(place | most)
     return lines
 
 
@@ -96,8 +91,6 @@ def _resources() -> dict[str, int]:
 
 
 def _measure_replica(elements: int, replicas: int, hierarchical: str) -> dict[str, Any]:
-    import torch.distributed as dist
-
     per_node, rank = _per_node(replicas), dist.get_rank()
     environment = LaunchEnvironment(
         rank=rank,
@@ -205,8 +198,8 @@ HEADER = {
 
 
 def table(lines: list[dict[str, Any]]) -> list[list[str]]:
-    """The lines as cells of text, with a header."""
-    rows = [list(HEADER.values())]
+    """The lines as cells of text, in the order of ``HEADER``."""
+    rows = []
     for line in lines:
         shown = {
             **{name: str(value) for name, value in line.items()},
@@ -225,9 +218,7 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     for replicas in given.replicas:
         lines += measure(given.elements, replicas)
-    rows = table(lines)
-    for row in [rows[0], ["---"] * len(HEADER), *rows[1:]]:
-        print(f"| {' | '.join(row)} |")
+    print(markdown(list(HEADER.values()), table(lines)), end="")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ that another rank has not entered; then the next rank runs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,10 +28,7 @@ def run_simulated(
     """Results of ``work(topology, *args)`` on each of ``num_replicas`` ranks, by rank.
 
     ``nodes`` groups them into nodes of equal size, for hierarchical exchanges. Ranks share torch's global random number
-    generator, so the results of ``work`` must not depend on it.
-
-    Raises:
-        Exception: the exception of the first rank that failed.
+    generator, so the results of ``work`` must not depend on it. Raises the exception of the first rank that failed.
     """
     turns = _Turns(num_replicas)
     world = _Group(turns, list(range(num_replicas)))
@@ -70,16 +68,12 @@ def run_simulated(
 
 
 class _Turns:
-    """Lets one of several threads run at a time, round robin.
-
-    Attributes:
-        error: the exception of the first thread that failed.
-    """
+    """Lets one of several threads run at a time, round robin."""
 
     def __init__(self, count: int) -> None:
         self._signals = [threading.Semaphore(0) for _ in range(count)]
         self._running = list(range(count))
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # of the first thread that failed
 
     def start(self) -> None:
         """Let the first thread run."""
@@ -95,41 +89,22 @@ class _Turns:
         if self.error is not None:
             raise ReplicaStopped
 
-    def taken(self, rank: int) -> _Turn:
-        """Context manager of a thread's run, from its first turn to its end."""
-        return _Turn(self, rank)
-
-    def begin(self, rank: int) -> None:
+    @contextmanager
+    def taken(self, rank: int) -> Iterator[None]:
+        """Context manager of a thread's run, from its first turn to its end; ``run_simulated`` raises its exception."""
         self._signals[rank].acquire()
-
-    def end(self, rank: int, error: BaseException | None) -> None:
-        if error is not None and self.error is None:
-            self.error = error
+        try:
+            yield
+        except BaseException as error:
+            self.error = self.error or error
         place = self._running.index(rank)
         self._running.remove(rank)
         if self._running:
             self._signals[self._running[place % len(self._running)]].release()
 
 
-class _Turn:
-    def __init__(self, turns: _Turns, rank: int) -> None:
-        self._turns, self._rank = turns, rank
-
-    def __enter__(self) -> None:
-        self._turns.begin(self._rank)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._turns.end(self._rank, error)
-        return True  # ``run_simulated`` raises it
-
-
 class _Group:
-    """Ranks that enter the same collectives in the same order.
-
-    Args:
-        turns: the scheduler of all threads.
-        ranks: global ranks of this group.
-    """
+    """Ranks (global ones) that enter the same collectives in the same order."""
 
     def __init__(self, turns: _Turns, ranks: list[int]) -> None:
         self.turns, self.ranks = turns, ranks
@@ -183,17 +158,11 @@ class SimulatedTransport(Transport):
 
 
 class LoopTransport(Transport):
-    """``Transport`` that simulates one rank of many: it receives what it sends.
-
-    The rank does all its work, without a network.
-
-    Attributes:
-        collectives: number of collectives so far.
-    """
+    """``Transport`` that simulates one rank of many: it does all its work, and receives what it sends."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size, checks=True)
-        self.collectives = 0
+        self.collectives = 0  # so far
 
     def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         self.collectives += 1

@@ -9,7 +9,7 @@ Linux only, as it reads /proc. README.md explains the columns.
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ import arithmetic
 import family
 import memory
 import phases
-from reporting import busy_cores, machine, markdown
+from reporting import markdown, report
 from workload import RECIPES, Workload
 
-SECTIONS = ("phases", "arithmetic", "family", "memory")
 NAMES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
 
 
@@ -33,7 +32,7 @@ def main() -> None:
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the phases and the memory")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind (default: 5)")
-    parser.add_argument("--section", choices=SECTIONS, action="append", help="only this one; may be repeated")
+    parser.add_argument("--section", choices=tuple(SECTIONS), action="append", help="only this one; may be repeated")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
     if arguments.size not in RECIPES[arguments.model]:
@@ -42,35 +41,18 @@ def main() -> None:
     workload = Workload(
         model=arguments.model, size=arguments.size, precision=arguments.precision, steps=arguments.steps
     )
-    result: dict[str, Any] = {"workload": {**vars(workload), "replicas": arguments.replicas}, "machine": machine()}
-    print(f"# {workload.model} {workload.size}: {arguments.replicas} replicas, {result['machine']}\n", flush=True)
-    busy = [busy_cores()]
-    for section in arguments.section or SECTIONS:
-        if section == "phases":
-            result[section] = phases.measure(workload, arguments.replicas)
-            print(phases_table(workload, result[section]), flush=True)
-        elif section == "arithmetic":
-            result[section] = arithmetic.measure(workload)
-            print(arithmetic_table(workload, result[section]), flush=True)
-        elif section == "family":
-            result[section] = family.measure(workload)
-            print(family_table(result[section]), flush=True)
-        else:
-            result[section] = memory.measure(workload, arguments.replicas)
-            print(memory_table(workload, result[section]), flush=True)
-        busy.append(busy_cores())
-    result["busy_cores"] = busy
-    print(f"Cores busy with other work before, between and after the sections: {', '.join(f'{b:.1f}' for b in busy)}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+    chosen = {name: partial(SECTIONS[name], workload, arguments.replicas) for name in arguments.section or SECTIONS}
+    title = f"{workload.model} {workload.size}: {arguments.replicas} replicas, "
+    report(title, chosen, arguments.json, workload={**vars(workload), "replicas": arguments.replicas})
 
 
 def sizes_of(model: str) -> str:
     return f"{model} {', '.join(RECIPES[model])}"
 
 
-def phases_table(workload: Workload, result: dict[str, Any]) -> str:
+def measure_phases(workload: Workload, replicas: int) -> tuple[dict[str, Any], str]:
     """Milliseconds of each phase and its share of the step."""
+    result = phases.measure(workload, replicas)
     sequences, length = workload.shape
     rows = []
     for kind, entry in result["kinds"].items():
@@ -88,15 +70,16 @@ def phases_table(workload: Workload, result: dict[str, Any]) -> str:
         )
     header = ["step", "forward + backward", "norm", "update", "compression", "communication", "other", "step, ms"]
     header += ["step / Adam", "optimizer / Adam", "MB sent", "bits per parameter"]
-    return (
+    return result, (
         f"## Phases of a step: {result['parameters'] / 1e6:.1f} M parameters, {workload.precision}, "
         f"{sequences} x {length} tokens per replica, ms (share), median over steps and replicas\n\n"
         + markdown(header, rows)
     )
 
 
-def arithmetic_table(workload: Workload, results: list[dict[str, Any]]) -> str:
+def measure_arithmetic(workload: Workload, replicas: int) -> tuple[list[dict[str, Any]], str]:
     """Milliseconds of an optimizer step on one replica, and ratios to AdamW."""
+    results = arithmetic.measure(workload)
     text = "## Optimizer arithmetic on one replica against torch's fused AdamW (median ratios of pairs)\n"
     for result in results:
         adamw = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in result["adamw_seconds"].items())
@@ -114,11 +97,12 @@ def arithmetic_table(workload: Workload, results: list[dict[str, Any]]) -> str:
         ]
         header = ["step", "ms", "/ AdamW alone", "with clipping, ms", "norm", "update"]
         text += markdown(header + [f"/ AdamW {baseline}" for baseline in baselines], rows)
-    return text
+    return results, text
 
 
-def family_table(result: dict[str, dict[str, dict[str, float]]]) -> str:
+def measure_family(workload: Workload, replicas: int) -> tuple[dict[str, Any], str]:
     """Milliseconds and bytes of every optimizer's steps without forward and backward pass."""
+    result = family.measure(workload)
     rows = [
         [
             name,
@@ -132,12 +116,13 @@ def family_table(result: dict[str, dict[str, dict[str, float]]]) -> str:
         for kind, entry in kinds.items()
     ]
     header = ["optimizer", "step", "ms", "/ (fp32 all-reduce + AdamW)", "/ AdamW alone", "MB sent"]
-    return "## Steps of every optimizer on 2 replicas, without clipping\n\n" + markdown(header, rows)
+    return result, "## Steps of every optimizer on 2 replicas, without clipping\n\n" + markdown(header, rows)
 
 
-def memory_table(workload: Workload, result: dict[str, Any]) -> str:
+def measure_memory(workload: Workload, replicas: int) -> tuple[dict[str, Any], str]:
     """Bytes per parameter by buffer, their sum, and the measured memory of the process."""
-    parameters, replicas, buffers = result["parameters"], result["replicas"], result["buffers"]
+    result = memory.measure(workload, replicas)
+    parameters, buffers = result["parameters"], result["buffers"]
     state = sum(size for name, size in buffers.items() if name in memory.STATE)
     known = sum(buffers.values())
 
@@ -156,11 +141,18 @@ def memory_table(workload: Workload, result: dict[str, Any]) -> str:
         row("beside them: gradients", result["gradients"]),
     ]
     padding = result["padded_parameters"] / parameters - 1
-    return (
+    return result, (
         f"## Memory: {parameters / 1e6:.1f} M parameters, {workload.precision}, padding to blocks {padding:.3%}\n\n"
         + markdown(["buffer", "bytes per parameter", "MB"], rows)
     )
 
+
+SECTIONS = {
+    "phases": measure_phases,
+    "arithmetic": measure_arithmetic,
+    "family": measure_family,
+    "memory": measure_memory,
+}
 
 if __name__ == "__main__":
     main()

@@ -277,9 +277,8 @@ def draw(evidence: Evidence, kind: str, folder: Path) -> list[Path]:
                     megabytes, minutes, losses = _curve(list(by_seed.values()), share, pace(evidence, kind))
                     left.plot(megabytes, losses, dashes, color=colour, label=title, linewidth=2)
                     right.plot(minutes, losses, dashes, color=colour, linewidth=2)
-            left.set(
-                xscale="log" if megabytes[0] else "linear", xlabel="MB sent by one replica", ylabel="held-out loss"
-            )
+            scale = "log" if megabytes[0] else "linear"
+            left.set(xscale=scale, xlabel="MB sent by one replica", ylabel="held-out loss")
             right.set(xlabel=f"minutes of computing, and of sending at {SLOW_LINK}", ylabel="held-out loss")
             for axes in (left, right):
                 axes.grid(alpha=0.6)
@@ -294,9 +293,7 @@ def draw(evidence: Evidence, kind: str, folder: Path) -> list[Path]:
 def _curve(records: list[Record], share: float, seconds: float) -> tuple[list[float], list[float], list[float]]:
     """Megabytes, minutes on a slow link, and held-out loss at each evaluation; means over runs.
 
-    Args:
-        share: share of the sent bytes that is counted.
-        seconds: compute time of a step.
+    ``share`` of the sent bytes are counted; ``seconds`` is the compute time of a step.
     """
     lines = list(zip(*(record["metrics"] for record in records), strict=True))
     sent = share * np.array([[line["comm_bytes_total"] for line in of_step] for of_step in lines])  # (e, n)

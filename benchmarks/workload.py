@@ -11,10 +11,11 @@ import torch
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_yaml
+from megatron01.convert.portable import new_model
 from megatron01.models import GPT2, Bert
+from megatron01.utils.precision import DTYPES
 
 KINDS = ("full", "one_bit", "local")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECIPES = {
     "gpt2": {
         "tiny": ("gpt2/debug.yaml",),
@@ -121,9 +122,8 @@ class Workload:
 
     def build_model(self, **changes: Any) -> GPT2 | Bert:
         """The model in its precision; ``changes`` are model settings."""
-        config, vocab_size = dataclasses.replace(self.config().model, **changes), self.vocab_size
-        model = GPT2(config, vocab_size) if self.model == "gpt2" else Bert(config, vocab_size, binary_head=True)  # type: ignore[arg-type]
-        return model.to(DTYPES[self.precision])
+        config: Any = dataclasses.replace(self.config().model, **changes)
+        return new_model(config, self.vocab_size, binary_head=True).to(DTYPES[self.precision])
 
     def batch(self) -> tuple[Any, ...]:
         """A random batch for the model's ``loss``, from torch's global random number generator."""
