@@ -50,7 +50,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     for value in results:
         if hasattr(value, "modules"):
             keep_all_gradients_local(value)
-    _StateOfReplicas(accelerator, results[found.index(ours[0])], ours[0])
+    _save_states_of_replicas(accelerator, results[found.index(ours[0])], ours[0])
 
     def refuse(*_: Any, **__: Any) -> None:
         raise UserError("accelerator would clip each replica's own gradient; give the optimizer max_grad_norm instead")
@@ -67,31 +67,25 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     return prepared
 
 
-class _StateOfReplicas:
-    """Makes ``accelerator`` save markers in place of the states of the optimizer and of a ``GradScaler`` for fp16.
+def _save_states_of_replicas(accelerator: Any, prepared: Any, optimizer: FlatOptimizer) -> None:
+    """Make ``accelerator`` save markers in place of the states of the optimizer and of a ``GradScaler`` for fp16.
 
     Both are saved in one file per replica: accelerate would let all replicas write their loss scales to the same file.
     """
+    scaler = accelerator.scaler
+    holders: list[Any] = []
+    to_mark: list[Any] = []
+    folder = ""
 
-    def __init__(self, accelerator: Any, prepared: Any, optimizer: FlatOptimizer) -> None:
-        self._optimizer, self._scaler, self._folder = optimizer, accelerator.scaler, ""
-        self._holders: list[Any] = []
-        self._to_mark: list[Any] = []
-        self._mark(prepared, self.load)
-        if self._scaler is not None:
-            self._mark(self._scaler, lambda: None)  # loaded with the optimizer's state
-        accelerator.register_save_state_pre_hook(self.before_saving)
-        accelerator.register_load_state_pre_hook(self.before_loading)
-
-    def _mark(self, holder: Any, load: Callable[[], None]) -> None:
+    def mark(holder: Any, load: Callable[[], None]) -> None:
         """Make ``holder.state_dict`` return a marker once after each ``before_saving``; loading one calls ``load``."""
         own_state, own_load = holder.state_dict, holder.load_state_dict
 
         def state_dict() -> dict[str, Any]:
-            if holder not in self._to_mark:
+            if holder not in to_mark:
                 return own_state()
-            self._to_mark.remove(holder)
-            return marker(self._optimizer)
+            to_mark.remove(holder)
+            return marker(optimizer)
 
         def load_state_dict(state: dict[str, Any]) -> None:
             if MARKER in state:
@@ -100,17 +94,18 @@ class _StateOfReplicas:
                 own_load(state)
 
         holder.state_dict, holder.load_state_dict = state_dict, load_state_dict
-        self._holders.append(holder)
+        holders.append(holder)
 
-    def before_saving(self, models: list[Any], weights: list[dict[str, Any]], folder: str) -> None:
-        """Save hook: write the state of each replica."""
-        save_state(self._optimizer, f"{folder}/{_FOLDER}", self._scaler)
-        self._to_mark = list(self._holders)
+    def before_saving(models: list[Any], weights: list[dict[str, Any]], to: str) -> None:
+        save_state(optimizer, f"{to}/{_FOLDER}", scaler)
+        to_mark[:] = holders
 
-    def before_loading(self, models: list[Any], folder: str) -> None:
-        """Load hook: ``load`` is not told the folder."""
-        self._folder = folder
+    def before_loading(models: list[Any], of: str) -> None:
+        nonlocal folder
+        folder = of  # which ``load_state_dict`` is not told
 
-    def load(self) -> None:
-        """Load the state of each replica, loss scales included."""
-        load_state(self._optimizer, f"{self._folder}/{_FOLDER}", self._scaler)
+    mark(prepared, lambda: load_state(optimizer, f"{folder}/{_FOLDER}", scaler))
+    if scaler is not None:
+        mark(scaler, lambda: None)  # loaded with the optimizer's state
+    accelerator.register_save_state_pre_hook(before_saving)
+    accelerator.register_load_state_pre_hook(before_loading)
