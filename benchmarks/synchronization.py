@@ -41,7 +41,8 @@ def measure(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
     for build_rival in rivals.values():
         replicas = run_replicas(_measure, REPLICAS, elements, rounds, build_rival)
         turns = [
-            {part: _slowest([turn[part] for turn in same]) for part in same[0]} for same in zip(*replicas, strict=True)
+            {part: {key: max(turn[part][key] for turn in same) for key in same[0][part]} for part in same[0]}
+            for same in zip(*replicas, strict=True)
         ]
         ours = [turn.pop("exchange") for turn in turns]
         exchanges += ours
@@ -54,10 +55,6 @@ def measure(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
             }
     result["exchange"] = _summary(exchanges)
     return result
-
-
-def _slowest(replicas: list[dict[str, float]]) -> dict[str, float]:
-    return {name: max(replica[name] for replica in replicas) for name in replicas[0]}
 
 
 def _summary(turns: list[dict[str, float]]) -> dict[str, float]:

@@ -160,7 +160,9 @@ def _windows_of(
     owners = whole.sequence_ids
     before, behind = owners.index(_CONTEXT), len(owners) - owners[::-1].index(_CONTEXT)
     encoded = as_input(whole)
-    first, last = _tokens_of(answer, spans)
+    # the first and the last token that overlap the answer
+    first = int(np.searchsorted(spans[:, 1], answer.start, side="right"))
+    last = max(first, int(np.searchsorted(spans[:, 0], answer.start + len(answer.text), side="left")) - 1)
     owner = _owners(len(spans), ranges)
     for number, tokens in enumerate(ranges):
         inside = slice(tokens.start, tokens.stop)
@@ -187,13 +189,6 @@ def _owners(num_tokens: int, ranges: Sequence[range]) -> NDArray[np.int64]:
         scores[number, tokens.start : tokens.stop] = np.minimum(left, left[::-1]) + 0.01 * len(tokens)
     result: NDArray[np.int64] = scores.argmax(axis=0)
     return result
-
-
-def _tokens_of(answer: Answer, spans: NDArray[np.int32]) -> tuple[int, int]:
-    """The first and the last token that overlap an answer."""
-    first = int(np.searchsorted(spans[:, 1], answer.start, side="right"))
-    last = int(np.searchsorted(spans[:, 0], answer.start + len(answer.text), side="left")) - 1
-    return first, max(first, last)
 
 
 def collate(examples: Sequence[Window], encoder: TextEncoder) -> dict[str, Tensor]:
