@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron01.errors import UserError
 from megatron01.parallel import lost_replica
 from megatron01.utils.files import open_regular
+from megatron01.utils.formatting import one_line
 
 _FORMAT_NAMES = {
     "F64": torch.float64,
@@ -103,7 +104,7 @@ def damage_named(path: Path, what: str = "") -> Iterator[None]:
         if isinstance(error, RuntimeError) and lost_replica(error) is not None:
             raise
         invalid = f": its {what} are invalid" if what else ""
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
         raise UserError(f"{path} is damaged{invalid} ({reason}); use another checkpoint") from error
 
 

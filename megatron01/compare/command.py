@@ -262,7 +262,7 @@ def upload(config: CompareConfig, parts: Sequence[Part], files: Sequence[Path]) 
         raise
     except Exception as error:
         advice = "; run 'wandb login', or leave out --wandb-mode online" if config.wandb_mode == "online" else ""
-        raise UserError(f"wandb does not take the comparison ({one_line(str(error))[:300]}){advice}") from error
+        raise UserError(f"wandb does not take the comparison ({one_line(error, 300)}){advice}") from error
     finally:
         end_service()
     if config.wandb_mode == "offline":

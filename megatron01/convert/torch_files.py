@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megatron01.errors import UserError
+from megatron01.utils.formatting import one_line
 
 _LARGEST_PICKLE = 256 << 20  # bytes of the pickle in a file, without tensor data
 
@@ -59,7 +60,7 @@ def load_tensors(path: Path, *, stand_ins: tuple[str, ...] = ()) -> Any:
     except Exception as error:  # a damaged pickle can raise nearly anything
         if (name := _refused_class(error)) is not None:
             raise UserError(f"{path} holds an object of {name}, which is not data; it is not loaded") from error
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if isinstance(error, pickle.UnpicklingError) and error.__context__ is not None:
             reason = str(error.__context__)  # without torch's advice to load the file unsafely
         raise UserError(f"{path} is damaged or was not written by torch.save ({reason[:200]})") from error

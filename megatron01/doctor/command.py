@@ -32,7 +32,7 @@ from megatron01.errors import EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
 from megatron01.parallel.process_groups import format_ranks
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, decided_by_rank_0, open_store, require_shared
-from megatron01.utils.formatting import painter
+from megatron01.utils.formatting import one_line, painter
 
 _SHARED_TIMEOUT = 30.0
 
@@ -59,9 +59,8 @@ class Doctor:
             except UserError as error:  # also a FaultError: as a finding it exits with 2, not 74
                 raise UserError(str(error), scope=error.scope) from None
             except dist.DistError as error:
-                reason = " ".join(str(error).split())[:200]
                 raise UserError(
-                    f"lost another process while {self.phase}; its own output says why ({reason})"
+                    f"lost another process while {self.phase}; its own output says why ({one_line(error, 200)})"
                 ) from error
 
     def _run_together(self, own: Examination) -> int:

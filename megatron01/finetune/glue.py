@@ -29,6 +29,7 @@ from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn, write_file
 from megatron01.finetune.sweep import Sweep, devices_for
 from megatron01.utils.files import json_object
+from megatron01.utils.formatting import one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +298,7 @@ def _from_hub(name: str, config: str, split: Split) -> Rows:
         for number, entry in enumerate(loaded[chosen], start=1):
             yield f"{name} {config} {split.names[0]} row {number}", entry
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise UserError(
             f"input is {name!r}, which is not a folder, and its {config} cannot be loaded from a hub ({reason}); give a"
             " folder"

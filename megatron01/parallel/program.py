@@ -123,7 +123,7 @@ def _output_fails() -> bool:
 
 def report(error: UserError) -> None:
     """Print the line of an error that ends this process, unless another rank with the same error prints it."""
-    message = one_line(str(error))
+    message = one_line(error)
     environment = _environment_of_rank()
     if environment is None:  # also where ``error`` is that it cannot be read; every process prints it
         print(f"{painter(sys.stderr)('error:', 'red')} {message}", file=sys.stderr, flush=True)

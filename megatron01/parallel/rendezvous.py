@@ -28,6 +28,7 @@ import megatron01
 from megatron01.errors import FaultError, UserError
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import ReplicaGroup, failing_together, format_ranks
+from megatron01.utils.formatting import one_line
 
 _GRACE = datetime.timedelta(seconds=15)
 """Time after the time-out for rank 0 to publish its decision, and for the others to read it."""
@@ -196,7 +197,7 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
     except UserError:
         raise
     except RuntimeError as error:  # time-outs and refused connections alike
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         if "EADDRINUSE" in reason:
             raise UserError(
                 f"another program uses port {environment.master_port} on rank 0's machine ({socket.gethostname()});"

@@ -31,6 +31,7 @@ from megatron01.parallel.process_groups import (
 )
 from megatron01.parallel.program import ending_with_launcher
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, own_versions
+from megatron01.utils.formatting import one_line
 
 
 @contextmanager
@@ -177,7 +178,7 @@ def _open_default_group(
     except dist.DistError as error:
         raise FaultError(
             f"{environment.node_name} lost rank 0, at {environment.rendezvous_endpoint}, during the rendezvous; its own"
-            f" output says why ({' '.join(str(error).split())[:200]})"
+            f" output says why ({one_line(error, 200)})"
         ) from error
     backend = _backend(config, all_have_gpus=all_have_gpus)
     device = _device(environment, config, backend)
@@ -212,7 +213,7 @@ def _not_connected(environment: LaunchEnvironment, backend: str, error: RuntimeE
         f"the rendezvous at {environment.rendezvous_endpoint} succeeded, but {backend} cannot connect"
         f" {environment.node_name} with the others; {variable} is {used}: give the interface that"
         f" leads to the other nodes, and check that no firewall blocks them"
-        f" ({' '.join(str(error).split())[:200]})"
+        f" ({one_line(error, 200)})"
     )
 
 

@@ -193,7 +193,7 @@ def _faults_as_user_errors(when: Callable[[], str]) -> Iterator[None]:
         raise FaultError(f"{what}{error.strerror}, {when()}; start again to go on from the last checkpoint") from error
     except torch.OutOfMemoryError as error:
         raise FaultError(
-            f"{one_line(str(error))[:300]} ({when()}): lower micro_batch_size, or give --recompute-activations full"
+            f"{one_line(error, 300)} ({when()}): lower micro_batch_size, or give --recompute-activations full"
         ) from error
     except RuntimeError as error:
         if (reason := lost_replica(error)) is None:

@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import TextIO
 
 
-def one_line(text: str) -> str:
-    """Untrusted text as one line that is safe to print on a terminal: control characters become spaces."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+def one_line(text: object, limit: int | None = None) -> str:
+    """Untrusted text as one line that is safe to print: control characters become spaces, ``limit`` characters remain.
+
+    Of an exception its message, or the name of its type if it has none.
+    """
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in str(text)).split())
+    return line[:limit] or (type(text).__name__ if isinstance(text, BaseException) else "")
 
 
 def format_bytes(count: float) -> str:

@@ -231,8 +231,7 @@ def _described(owner: dict[str, Any]) -> str:
     if not owner:
         return "another job"
     job = f"job {owner['job']}, " if owner.get("job") else ""
-    text = f"process {owner.get('pid')} on {owner.get('host')} ({job}since {owner.get('since')})"
-    return one_line(text)[:300]
+    return one_line(f"process {owner.get('pid')} on {owner.get('host')} ({job}since {owner.get('since')})", 300)
 
 
 def _is_alive(owner: dict[str, Any]) -> bool:

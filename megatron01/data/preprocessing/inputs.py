@@ -30,6 +30,7 @@ from megatron01.data.preprocessing.corpus import (
 )
 from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import files_below
+from megatron01.utils.formatting import one_line
 
 if TYPE_CHECKING:
     import pyarrow
@@ -128,7 +129,7 @@ def _errors_explained(name: str) -> Iterator[None]:
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:  # the libraries' own errors derive from these
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error, 300)
         raise UserError(f"cannot read {name}: {reason or type(error).__name__}") from error
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.utils.formatting import ASCII, BLOCKS, format_bytes, format_count, format_duration, ramp, sparkline
+from megatron01.utils.formatting import (
+    ASCII,
+    BLOCKS,
+    format_bytes,
+    format_count,
+    format_duration,
+    one_line,
+    ramp,
+    sparkline,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,3 +45,8 @@ def test_sparkline() -> None:
 def test_characters_suit_the_terminal() -> None:
     assert ramp("utf-8") == BLOCKS
     assert ramp("ascii") == ramp("latin-1") == ramp(None) == ramp("unheard-of") == ASCII
+
+
+def test_messages_of_errors_on_one_line() -> None:
+    assert one_line(OSError("no\n  \x1b[2Jroom"), 9) == "no [2Jroo"
+    assert one_line(TimeoutError()) == "TimeoutError" and one_line("\n") == ""
