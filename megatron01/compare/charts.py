@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from xml.etree import ElementTree
 
 import numpy as np
 
@@ -284,11 +284,13 @@ def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
         figure = Figure(figsize=(_FILE_SIZE[0] * across, _FILE_SIZE[1] * down), layout="constrained")
         places = np.asarray(figure.subplots(down, across, squeeze=False)).ravel()
         for place, chart in zip(places, charts, strict=False):
-            _draw(place, chart, fewest_bars=_FEWEST_BARS)
             place.set_title(chart.title, fontsize="medium", loc="left")
             if isinstance(chart, LineChart):
+                _draw_lines(place, chart)
                 place.set_ylabel(chart.y.label)
                 place.legend(fontsize="x-small", labelcolor=INK)
+            else:
+                _draw_bars(place, chart, fewest=_FEWEST_BARS)
         for place in places[len(charts) :]:
             place.set_axis_off()
         if title:
@@ -308,52 +310,33 @@ def to_svg(chart: Chart, section: str) -> str:
     changes = {"figure.facecolor": "none", "axes.facecolor": "none", "font.size": FONT, "svg.hashsalt": name}
     with _settings(**changes):  # the salt makes ids that are unique in the page
         figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained")
-        _draw(figure.subplots(), chart)
+        if isinstance(chart, LineChart):
+            _draw_lines(figure.subplots(), chart)
+        else:
+            _draw_bars(figure.subplots(), chart)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    root = ElementTree.fromstring(file.getvalue())
     labels = {line.group: line.label for line in chart.lines} if isinstance(chart, LineChart) else {}
-    for element in root.iter():
-        _adapt(element, section, labels)
-    for parent in root.iter("defs"):
-        for style in parent.findall("style"):  # it would apply to the whole page
-            parent.remove(style)
-    root.attrib = {"viewBox": f"0 0 {WIDTH} {height}", "role": "img", "aria-labelledby": f"{name}-title"}
-    title = ElementTree.Element("title", {"id": f"{name}-title"})
-    title.text = chart.title
-    root.insert(0, title)
-    return ElementTree.tostring(root, encoding="unicode")
 
+    def group(match: re.Match[str]) -> str:
+        label = labels.get(int(match[1]))
+        return f'<g class="{section}g{match[1]}">' + ("" if label is None else f"<title>{escape(label)}</title>")
 
-def _adapt(element: ElementTree.Element, section: str, labels: dict[int, str]) -> None:
-    """Adapt an element of matplotlib's SVG to the page: group classes, colour variables, short numbers."""
-    element.tag = element.tag.rpartition("}")[2]
-    attributes = {key.rpartition("}")[2]: value for key, value in element.attrib.items()}
-    own = attributes.pop("id", "")
-    if element.tag in ("clipPath", "path") and own:  # referenced by other elements
-        attributes["id"] = own
-    elif own.startswith("group"):
-        group = int(own.removeprefix("group"))
-        attributes["class"] = f"{section}g{group}"
-        if group in labels:
-            ElementTree.SubElement(element, "title").text = labels[group]
-    for key, value in attributes.items():
-        if key == "style":
-            value = re.sub(r"font: ([\d.]+px) [^;]*", r"font-size: \1", value)  # the form depends on the release
-            value = re.sub(r"font-family: [^;]*;", "", value)
-            attributes[key] = re.sub(r"#[0-9a-f]{6}", lambda color: _VARIABLES.get(color[0], color[0]), value)
-        elif key in ("d", "x", "y", "transform"):
-            attributes[key] = re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", value).replace("\n", "")
-    element.attrib = attributes
-    element.tail = None  # line breaks
+    def with_short_numbers(attribute: re.Match[str]) -> str:
+        return re.sub(r"\d+\.\d{2,}", lambda number: f"{float(number[0]):.1f}", attribute[0]).replace("\n", "")
 
-
-def _draw(place: Axes, chart: Chart, *, fewest_bars: int = 1) -> None:
-    """Draw a chart; a bar chart has space for ``fewest_bars`` at least."""
-    if isinstance(chart, LineChart):
-        _draw_lines(place, chart)
-    else:
-        _draw_bars(place, chart, max(fewest_bars, len(chart.bars)))
+    drawing = file.getvalue()
+    drawing = drawing[drawing.index("<g ") :].replace("xlink:href", "href")  # without a style for the whole page
+    drawing = re.sub(r'<g id="group(\d+)">', group, drawing)
+    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
+    drawing = re.sub(r' (?:d|x|y|transform)="[^"]*"', with_short_numbers, drawing)
+    drawing = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", drawing)  # the form depends on the release
+    drawing = re.sub(r"font-family: [^;]*;", "", drawing)
+    drawing = re.sub(r"#[0-9a-f]{6}\b", lambda color: _VARIABLES.get(color[0], color[0]), drawing)
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-labelledby="{name}-title">'
+        f'<title id="{name}-title">{escape(chart.title)}</title>{drawing}'
+    )
 
 
 def _draw_lines(place: Axes, chart: LineChart) -> None:
@@ -412,8 +395,8 @@ def _y_range(chart: LineChart) -> tuple[float, float]:
     return lowest - margin, highest + margin
 
 
-def _draw_bars(place: Axes, chart: BarChart, rows: int) -> None:
-    """Draw horizontal bars from top to bottom, each below its label."""
+def _draw_bars(place: Axes, chart: BarChart, *, fewest: int = 1) -> None:
+    """Draw horizontal bars from top to bottom, each below its label, with space for ``fewest`` at least."""
     longest = max(bar.value for bar in chart.bars)
     for row, bar in enumerate(chart.bars):
         color, gid = style_of(bar.group)[0], None if bar.group is None else f"group{bar.group}"
@@ -424,6 +407,6 @@ def _draw_bars(place: Axes, chart: BarChart, rows: int) -> None:
         place.annotate(bar.label, (0, row - 0.25), (0, 1), textcoords="offset points", va="bottom", gid=gid)
         place.annotate(bar.text, (bar.value, row), (5, 0), textcoords="offset points", va="center", gid=gid)
     place.set_xlim(0, 1.25 * longest)
-    place.set_ylim(rows - 0.75, -0.75)
+    place.set_ylim(max(fewest, len(chart.bars)) - 0.75, -0.75)
     place.set(xticks=[], yticks=[])
     place.spines[:].set_visible(False)
