@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.command_line import parse
 from megatron01.cost.memory import parameter_sizes
-from megatron01.cost.volume import Comparison, Phase, Wire, compare, phase_of, reference_traffic, traffic
+from megatron01.cost.volume import Comparison, Phase, Wire, compare, phase_of, traffic
 from megatron01.utils.formatting import columns
 
 REPLICAS = 8
@@ -45,10 +45,10 @@ def recompute(model: str, name: str, flags: tuple[str, ...]) -> PublishedRun:
     optimizer, training = config.optimizer, config.training
     wire = Wire(parameter_sizes=parameter_sizes(config)[0], replicas=REPLICAS, block_size=optimizer.block_size)
     run = traffic(optimizer, train_iters=training.train_iters, precision=training.precision, wire=wire)
-    others = reference_traffic(run, optimizer, precision=training.precision, wire=wire)
+    others = compare(run, optimizer, precision=training.precision, wire=wire)
     policy, freeze_step = optimizer.sync_policy.partition(":")[0], optimizer.freeze_step
     assert freeze_step is not None
-    return PublishedRun(model, policy, freeze_step, phase_of(run, 0, run.steps), *compare(run, others))
+    return PublishedRun(model, policy, freeze_step, phase_of(run, 0, run.steps), *others)
 
 
 def published_table(runs: list[PublishedRun]) -> str:

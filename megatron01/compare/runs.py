@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron01.config.yaml_files import flat_settings, load_plain_yaml
 from megatron01.errors import UserError
 from megatron01.utils.files import open_regular
+from megatron01.utils.formatting import one_line
 
 Column = NDArray[np.float64]
 
@@ -185,7 +186,7 @@ class Run:
             return ""
         gpus = hardware.get("gpus")
         kind = gpus[0] if isinstance(gpus, list) and gpus else hardware.get("processor", "")
-        return printable(f"{self.environment.get('world_size', '?')} x {kind}") if kind else ""
+        return one_line(f"{self.environment.get('world_size', '?')} x {kind}") if kind else ""
 
     @property
     def gradient_bytes(self) -> int:
@@ -273,24 +274,22 @@ def run_of_lines(
 ) -> Run:
     """A run from given metrics, at least one line, and settings.
 
-    Control characters, and characters that XML does not allow, are replaced in all text.
+    Control characters, and characters that XML does not allow, become spaces in all text.
     """
+    keys = {"iteration", "consumed_samples"}.union(*lines)
+    columns = {key: np.array([number(line.get(key)) for line in lines]) for key in sorted(keys)}
+    columns["consumed_samples"] = np.nan_to_num(columns["consumed_samples"])
     diverged_at, about_losses = _describe_losses(lines)
     return Run(
-        name=printable(name),
-        settings={key: printable(value) for key, value in settings.items()},
+        name=one_line(name),
+        settings={key: one_line(value) for key, value in settings.items()},
         environment=environment,
-        columns=_columns(lines),
-        notes=tuple(map(printable, (*notes, *about_losses))),
+        columns=columns,
+        notes=tuple(map(one_line, (*notes, *about_losses))),
         diverged_at=diverged_at,
         kinds=frozenset(kind for line in lines if isinstance(kind := line.get("sync_kind"), str)),
         folder=folder,
     )
-
-
-def printable(text: str) -> str:
-    """Text with a question mark for each non-printable character."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -341,13 +340,6 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
     if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):  # a bool is none
         return None
     return line
-
-
-def _columns(lines: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-    keys = {"iteration", "consumed_samples"}.union(*lines)
-    columns = {key: np.array([number(line.get(key)) for line in lines]) for key in sorted(keys)}
-    columns["consumed_samples"] = np.nan_to_num(columns["consumed_samples"])
-    return columns
 
 
 def number(value: Any) -> float:

@@ -27,7 +27,6 @@ from megatron01.compare.runs import (
     build_run,
     if_known,
     number,
-    printable,
     read_environment,
     read_metrics,
     require_folder,
@@ -39,7 +38,7 @@ from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes, beside_adam
 from megatron01.monitor.run_directory import LastHeartbeat, read_heartbeat
 from megatron01.monitor.writers import ConsoleWriter
-from megatron01.utils.formatting import format_bytes, format_count, format_duration, ramp, sparkline
+from megatron01.utils.formatting import format_bytes, format_count, format_duration, one_line, ramp, sparkline
 
 _WIDTH_OF_CURVE = 40  # characters
 _LINES_OF_SPEED = 10  # lines of metrics over which a step's time is averaged
@@ -218,7 +217,7 @@ class WatchedRun:
         return read_heartbeat(self._folder / "last_step.json")
 
     def state(self) -> list[tuple[str, str]]:
-        """The current state as rows of name and printable text; the heading has no name.
+        """The current state as rows of name and text; the heading has no name.
 
         Requires a line of metrics (``has_lines``).
         """
@@ -249,7 +248,7 @@ class WatchedRun:
                 seen = f"ended after iteration {last.iteration:,}"
             rows.append(("seen", seen))
         rows += [("note", note) for note in run.notes]
-        return [(name, printable(text)) for name, text in rows if text]
+        return [(name, text) for name, text in rows if text]
 
 
 def _progress(reached: int, train_iters: int | None, characters: str) -> str:
@@ -311,7 +310,7 @@ def to_metrics(line: Mapping[str, Any]) -> Metrics:
         value = line.get(entry.name)
         if entry.name == "sync_kind":
             if isinstance(value, str):
-                values[entry.name] = printable(value)
+                values[entry.name] = one_line(value)
         elif math.isfinite(number(value)):
             values[entry.name] = value
         elif entry.name == "loss" and entry.name in line:

@@ -6,7 +6,6 @@ schedules are functions of the step, and so is the traffic. Steps skipped by ove
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -227,30 +226,22 @@ def phase_of(run: Traffic, first: int, end: int) -> Phase:
     )
 
 
-def reference_traffic(
-    run: Traffic, config: OptimizerConfig, *, precision: Precision, wire: Wire
-) -> dict[str, NDArray[np.int64]]:
-    """Traffic of the same steps with other optimizers: name -> int64[steps], bytes of one replica.
+def compare(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire: Wire) -> list[Comparison]:
+    """Comparisons of a run of ``config`` with the same steps of other optimizers, which all exchange once per step.
 
     Adam with 32-bit and 16-bit gradients, and, if ``freeze_step`` is given, 1-bit Adam, whose gradients before that
-    step are sent in this run's dtype at full steps. All three exchange once per step.
+    step are sent in this run's dtype at full steps.
     """
-    sent = {}
+    sent: dict[str, int] = {}
     for name, spec in optimizers().items():
         if spec.reference and spec.ddp:
-            sent[f"{spec.label}, fp32 gradients"] = np.full(run.steps, wire.ring(4))
-            sent[f"{spec.label}, 16-bit gradients"] = np.full(run.steps, wire.ring(2))
+            sent[f"{spec.label}, fp32 gradients"] = run.steps * wire.ring(4)
+            sent[f"{spec.label}, 16-bit gradients"] = run.steps * wire.ring(2)
         elif spec.reference and config.freeze_step is not None and config.optimizer != name:
             other = without_others_settings(config, name)
-            full = spec.steps(other, None, run.learning_rate).full
-            sent[f"{spec.label}, {int(full.sum()):,} full steps"] = np.where(
-                full, _full_exchange(other, precision, wire), wire.quantized(1)
-            )
-    return sent
-
-
-def compare(run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> list[Comparison]:
-    """Comparisons of a run with the output of ``reference_traffic``."""
+            full = int(spec.steps(other, None, run.learning_rate).full.sum())
+            dense, packed = full * _full_exchange(other, precision, wire), (run.steps - full) * wire.quantized(1)
+            sent[f"{spec.label}, {full:,} full steps"] = dense + packed
     return [
         Comparison(
             name=name,
@@ -260,5 +251,5 @@ def compare(run: Traffic, sent_by_others: Mapping[str, NDArray[np.int64]]) -> li
             rounds_saved=1.0 - run.total_rounds / run.steps,
             times_less=total / run.total_bytes,
         )
-        for name, total in ((name, total_of(sent)) for name, sent in sent_by_others.items())
+        for name, total in sent.items()
     ]

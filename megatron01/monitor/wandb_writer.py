@@ -30,38 +30,19 @@ AXES = {"loss": STEP, "loss_by_tokens": TOKENS, "loss_by_hours": HOURS, "loss_by
 SYNC_KIND_LEVELS = {"skipped": 0, "local": 1, "one_bit": 2, "full": 3}
 """Kinds of steps as numbers, as wandb plots only numbers."""
 
-_NAMES = {
-    "loss": "loss/train",
-    "eval_loss": "loss/held_out",
-    "lr": "schedule/lr",
-    "sync_interval": "schedule/interval",
-    "sync_kind": "schedule/kind",
-    "comm_bytes": "traffic/bytes",
-    "comm_bytes_between_nodes": "traffic/bytes_between_nodes",
-    "comm_bytes_total": "traffic/bytes_total",
-    "comm_rounds": "traffic/rounds",
-    "comm_rounds_total": "traffic/rounds_total",
-    "bits_per_parameter": "traffic/bits_per_parameter",
-    "compression_error": "compression/error",
-    "compression_errors": "compression/error_of_bucket",
-    "error_feedback_ratio": "compression/error_feedback_ratio",
-    "tokens_per_second": "speed/tokens_per_second",
-    "step_seconds": "speed/step_seconds",
-    "training_seconds": "speed/training_seconds",
-    "flops_per_second": "speed/flops_per_second",
-    "mfu": "speed/mfu",
-    "memory_bytes": "speed/memory_bytes",
-    "local_compute_seconds": "speed/local_compute_seconds",
-    "grad_norm": "health/grad_norm",
-    "grad_norm_estimated": "health/grad_norm_estimated",
-    "loss_scale": "health/loss_scale",
-    "slowest_replica": "health/slowest_replica",
-    "lost_steps": "health/lost_steps",
-    "restart_seconds": "health/restart_seconds",
-    "iteration": "progress/iteration",
-    "consumed_samples": "progress/consumed_samples",
+_KEYS = {
+    "schedule": "lr sync_interval sync_kind",
+    "traffic": "comm_bytes comm_bytes_between_nodes comm_bytes_total comm_rounds comm_rounds_total bits_per_parameter",
+    "compression": "compression_error error_feedback_ratio",
+    "speed": "tokens_per_second step_seconds training_seconds flops_per_second mfu memory_bytes local_compute_seconds",
+    "health": "grad_norm grad_norm_estimated loss_scale slowest_replica lost_steps restart_seconds",
+    "progress": "iteration consumed_samples",
 }
-SECTIONS = dict.fromkeys([*AXES, *(name.split("/")[0] for name in _NAMES.values())])
+"""Keys of metrics.jsonl by section; their names there are without sync_, comm_ and compression_."""
+_NAMES = {"loss": "loss/train", "eval_loss": "loss/held_out", "compression_errors": "compression/error_of_bucket"}
+for _section, _keys in _KEYS.items():
+    _NAMES |= {key: f"{_section}/{re.sub('^(sync|comm|compression)_', '', key)}" for key in _keys.split()}
+SECTIONS = (*AXES, *_KEYS)
 
 
 def name_of(key: str) -> str:

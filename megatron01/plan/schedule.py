@@ -26,7 +26,6 @@ from megatron01.cost.volume import (
     gradient_code_bits,
     phase_of,
     phases,
-    reference_traffic,
     traffic,
 )
 from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig
@@ -102,7 +101,7 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
     sizes, note = parameter_sizes(config)
     wire = Wire(parameter_sizes=sizes, replicas=plan.replicas, block_size=optimizer.block_size)
     run = traffic(optimizer, train_iters=training.train_iters, precision=training.precision, wire=wire)
-    compared = compare(run, reference_traffic(run, optimizer, precision=training.precision, wire=wire))
+    compared = compare(run, optimizer, precision=training.precision, wire=wire)
     notes = [note] if note else []
     if optimizer.freeze_step is None:
         notes.append("1-bit Adam is left out: give --freeze-step, the number of its full steps")
