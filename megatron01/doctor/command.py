@@ -173,10 +173,12 @@ def _folder_problems(folder: Path) -> list[str]:
     A folder that cannot be looked at is a problem that ``diagnose`` names.
     """
     try:
-        is_folder = folder.is_dir()
+        is_folder, is_there = folder.is_dir(), folder.exists()
     except OSError:
         return []
-    if not is_folder:
+    if is_there and not is_folder:
+        return [f"--shared-folder {folder} is a file; give the folder that the run has"]
+    if not is_there:
         return [f"--shared-folder {folder} is not there; make it (mkdir -p {folder}), or give the one that the run has"]
     if not os.access(folder, os.W_OK):
         return [f"--shared-folder {folder} cannot be written by this user; see its permissions, or give another one"]
