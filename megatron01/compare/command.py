@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -80,14 +79,15 @@ class CompareConfig(Bounded):
 
 
 def compare(argv: Sequence[str], prog: str) -> None:
-    """Compare the runs whose folders come first on the command line; unusable ones are reported and left out.
+    """Compare the runs in the folders of the command line; unusable ones are reported and left out.
 
     Raises UserError for a mistake in the settings, if no run can be shown, or if a file cannot be written.
     """
-    folders = list(itertools.takewhile(lambda argument: not argument.startswith("-"), argv))
+    folders: list[str] = []
     config = parse(
         CompareConfig,
-        argv[len(folders) :],
+        argv,
+        arguments=folders,
         prog=f"{prog} RUN ...",
         description="Compare runs by their folders: losses over steps, tokens, time and bytes, and what they sent.",
     )

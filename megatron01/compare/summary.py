@@ -423,9 +423,10 @@ def caption_of(summary: Summary) -> str:
     if any(math.isfinite(loss.spread) for row in summary.rows for loss in (row.train_loss, row.held_out_loss)):
         parts.append("Losses: ± standard deviation over seeds; gap: ± standard error.")
     if math.isfinite(summary.target):
-        loss, base = f"{summary.target_kind} loss of {summary.target:.4f}", summary.rows[summary.baseline].group.label
-        speed_ups = f"Speed-ups are to a {loss}, relative to {base}."
-        parts.append(f"Steps to loss are to a {loss}." if summary.different_conditions else speed_ups)
+        to = f"to a {summary.target_kind} loss of {summary.target:.4f}"
+        base = summary.rows[summary.baseline].group.label
+        has_speed_ups = any(math.isfinite(row.speed_up) for row in summary.rows)
+        parts.append(f"Speed-ups are {to}, relative to {base}." if has_speed_ups else f"Steps to loss are {to}.")
     return " ".join(parts)
 
 

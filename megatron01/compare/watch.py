@@ -57,18 +57,19 @@ class WatchConfig(Bounded):
 
 
 def watch(argv: Sequence[str], prog: str) -> None:
-    """Follow the run in the folder that comes first on the command line, until it ends, or Ctrl-C or q is pressed.
+    """Follow the run in the folder of the command line, until it ends, or Ctrl-C or q is pressed.
 
     Raises UserError for a wrong command line, or if the folder is not a run's.
     """
-    folder = argv[0] if argv and not argv[0].startswith("-") else None
-    config = parse(
-        WatchConfig, argv[folder is not None :], prog=f"{prog} RUN", description="Follow a run in the terminal."
-    )
-    if folder is None:
-        raise UserError(f"no run is given; expected {prog} RUN, the folder of a run (its --run-dir)")
-    require_folder(Path(folder))
-    run = WatchedRun(Path(folder))
+    folders: list[str] = []
+    description = "Follow a run in the terminal."
+    config = parse(WatchConfig, argv, prog=f"{prog} RUN", description=description, arguments=folders)
+    if len(folders) != 1:
+        given = f"{len(folders)} folders are" if folders else "no run is"
+        raise UserError(f"{given} given; expected {prog} RUN, the folder of a run (its --run-dir)")
+    folder = Path(folders[0])
+    require_folder(folder)
+    run = WatchedRun(folder)
     with contextlib.suppress(KeyboardInterrupt):
         if config.once:
             run.poll()

@@ -42,6 +42,7 @@ def parse(
     prog: str,
     description: str,
     other_files: OtherFiles | None = None,
+    arguments: list[str] | None = None,
 ) -> ConfigT:
     """The configuration that a command line asks for.
 
@@ -50,11 +51,15 @@ def parse(
     ``--help`` (with the --config files' values as defaults) and ``--print-config`` print and raise SystemExit(0).
     Raises UserError for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
 
-    ``config_class`` is a dataclass, of sections or flat; its field docstrings are the help.
+    ``config_class`` is a dataclass, of sections or flat; its field docstrings are the help. What is neither a flag nor
+    a value of one is an error, or is added to ``arguments`` if it is given.
     """
     try:
         settings = Settings(config_class)
         given, unknown = _build_parser(settings, {}, prog, description, other_files).parse_known_args(argv)
+        if arguments is not None:
+            arguments += [word for word in unknown if not word.startswith("-")]
+            unknown = [word for word in unknown if word.startswith("-")]
         if unknown:
             raise UserError(_describe_unknown(unknown[0], settings, prog, other_files))
         values: dict[str, Any] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from graphlib import TopologicalSorter
 from typing import NamedTuple
@@ -362,7 +362,11 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
             step = replace(step, exposed=step.exposed + share * model.step("one_bit", every_step=False).exposed)
         step = replace(step, waiting=deviation * group.waiting / group.steps)
         times[group.kind].append((group.steps, step))
-    kinds = {kind: (sum(count for count, _ in steps), _mean(steps)) for kind, steps in times.items()}
+    kinds = {}
+    for kind, steps in times.items():
+        counts = [count for count, _ in steps]
+        mean = np.average([astuple(step) for _, step in steps], axis=0, weights=counts)
+        kinds[kind] = (sum(counts), StepTime(*mean.tolist()))
     return RunTime(
         choice=choice,
         kinds=kinds,
@@ -388,13 +392,6 @@ def _group_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_StepGrou
                 packed = int(run.one_bit[chosen].sum())
                 groups.append(_StepGroup(name, every_step, steps, packed, float(waiting[chosen].sum())))
     return tuple(groups)
-
-
-def _mean(steps: Sequence[tuple[int, StepTime]]) -> StepTime:
-    """Mean of step times, weighted by their counts."""
-    total = sum(count for count, _ in steps)
-    parts = (field.name for field in fields(StepTime))
-    return StepTime(*(sum(count * getattr(step, part) for count, step in steps) / total for part in parts))
 
 
 def _node_bytes(groups: Sequence[_StepGroup], model: StepModel) -> float:

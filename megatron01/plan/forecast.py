@@ -56,7 +56,7 @@ def show(config: ForecastSettings) -> None:
 def _show_times(config: ForecastSettings) -> None:
     sizes, note = parameter_sizes(config)
     seconds = _compute_seconds(config)
-    found = [_forecast(config, sum(sizes), nodes, seconds) for nodes in config.cluster.nodes]
+    found = [_forecast(config, sum(sizes), nodes, seconds) for nodes in dict.fromkeys(config.cluster.nodes)]
     if config.forecast.json:
         print(json.dumps([_to_json(one) for one in found], indent=1))
         return
@@ -104,7 +104,7 @@ def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_sec
         cluster=cluster,
         work=work,
         runs=runs,
-        recommendation=recommend(runs),
+        recommendation=recommend(runs) if replicas > 1 else Recommendation(runs[0], "a single replica sends nothing"),
         tokens_per_step=training.resolved_global_batch_size(replicas) * config.data.seq_length,
         price=None if price is None else price * cluster.processes / 3600,
     )

@@ -51,6 +51,12 @@ def test_what_cannot_be_shown_is_said_and_the_rest_is_shown(compare: Any, tmp_pa
     assert "left out: " in (tmp_path / "out" / "index.html").read_text()
 
 
+def test_flags_may_come_before_and_between_the_folders(compare: Any, tmp_path: Path) -> None:
+    adam, sgdm = write_run(tmp_path / "a", lines()), write_run(tmp_path / "b", lines(), optimizer__optimizer="sgdm")
+    assert "SGD with momentum" in compare("--no-png", adam, "--title", "Two", sgdm)
+    assert "unknown flag --titel; did you mean '--title'?" in compare(adam, "--titel", "Two", status=2)
+
+
 def test_runs_of_different_lengths_and_machines_are_noted(compare: Any, tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "a", lines()),
@@ -125,4 +131,4 @@ def test_a_missing_matplotlib_is_named_before_the_work(
     assert "pip install 'megatron01[plot]', or give --no-png" in compare(run, status=2)
     assert "written" in compare(run, "--no-png")
     page = (tmp_path / "out" / "index.html").read_text()
-    assert "pip install &#x27;megatron01[plot]&#x27;" in page and "<details open>" in page
+    assert "pip install &#39;megatron01[plot]&#39;" in page and "<details open>" in page

@@ -201,7 +201,7 @@ def test_hostile_settings_do_not_matter(tmp_path: Path) -> None:
 
 def test_text_of_a_run_steers_no_terminal(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "a\x1b[31mb", lines(), optimizer__optimizer="x\u202ey"))
-    assert run.name == "a?[31mb" and run.optimizer == "x?y"
+    assert run.name == "a [31mb" and run.optimizer == "x y"
 
 
 JSON = st.recursive(

@@ -9,7 +9,7 @@ import pytest
 
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import Estimate, Summary, answers, summarize, table
+from megatron01.compare.summary import Estimate, Summary, answers, caption_of, summarize, table
 from megatron01.errors import UserError
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
@@ -66,6 +66,7 @@ def test_another_baseline_and_target(tmp_path: Path) -> None:
     unreached = summarize(groups, target=0.5)
     assert all(isnan(row.reach.seconds) and isnan(row.speed_up) for row in unreached.rows)
     assert set(by_name(unreached)["steps to loss"]) == {"not reached"}
+    assert caption_of(unreached).endswith("Steps to loss are to a held-out loss of 0.5000.")
 
 
 def test_every_seed_reaches_the_target(tmp_path: Path) -> None:

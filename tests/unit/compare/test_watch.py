@@ -71,7 +71,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     run = WatchedRun(folder)
     run.poll()
     state = "\n".join(lines_of(run.state(), 200))
-    assert "a?[31mrun: 0/1 Adam, 4 replica(s)" in state and "\x1b" not in state
+    assert "a [31mrun: 0/1 Adam, 4 replica(s)" in state and "\x1b" not in state
     assert "100 of 400 (25%)" in state and "about 2.5 min" in state
     assert "24.0 times less than Adam" in state and "100 rounds" in state and "held-out 2.3" in state
     assert "last step 1-bit" in state
@@ -120,6 +120,7 @@ def test_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "message"),
     [
         ([], "no run is given"),
+        (["--once", "{empty}", "{runs}"], "2 folders are given; expected megatron01 watch RUN"),
         (["{empty}", "--once"], "holds no line of metrics"),
         (["{empty}/none"], "is no run folder: it does not exist"),
         (["{runs}"], "holds no metrics.jsonl; give the runs in it, "),

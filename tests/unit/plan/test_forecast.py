@@ -36,6 +36,12 @@ def test_a_forecast(run: Any) -> None:
     assert max(map(len, printed.splitlines())) <= 130
 
 
+def test_a_single_replica_has_nothing_to_hide_or_compress(run: Any) -> None:
+    printed = run(*LARGE, "--nodes", "1", "1", "--processes-per-node", "1", "--compute-seconds", "0.2")
+    assert "recommended: adam (a single replica sends nothing)" in printed
+    assert "of linear" not in printed  # the same number twice is no scaling
+
+
 def test_json_holds_the_same(run: Any) -> None:
     (one,) = json.loads(run(*LARGE, "--nodes", "16", "--json", "--compute-seconds", "0.2"))
     adam, best = one["runs"][0], next(run for run in one["runs"] if run["name"] == one["recommended"])
