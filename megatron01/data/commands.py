@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from megatron01.config.commands import OptionalTokenizer, PreprocessConfig
 from megatron01.config.fields import Bounded, NotNegative
 from megatron01.data.indexed import (
     IndexedDataset,
-    Origin,
     bin_path,
     check_fingerprint,
     check_ids,
@@ -31,7 +30,7 @@ from megatron01.data.indexed import (
 )
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.tokenizers import Tokenizer, build_tokenizer
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require
 from megatron01.utils.files import SHIPPED, write_atomically
 
 _EXTENSIONS = (".bin", ".idx", ".json")
@@ -42,7 +41,8 @@ class MergeConfig:
     """Make one pair of token files out of several."""
 
     input: tuple[str, ...]
-    """Paths of .bin/.idx pairs without extension, in the order in which their documents are to follow each other."""
+    """Paths of .bin/.idx pairs, in the order in which their documents are to follow each other; their extensions may
+    stay. All pairs of a folder, by name, where one is given."""
     output_prefix: str = field(metadata={"aliases": ("output",)})
     """Path of the new pair without extension."""
 
@@ -52,7 +52,7 @@ class VerifyConfig(Bounded):
     """Check token files to the last byte."""
 
     input: tuple[str, ...]
-    """Paths of .bin/.idx pairs; their extensions may stay, so that patterns such as data/*.idx do."""
+    """Paths of .bin/.idx pairs, or folders of them; their extensions may stay, so that data/*.idx is such a list."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,14 +84,22 @@ def _of_pairs(help: str, config_class: type[Any], run: Callable[[Any], None]) ->
     return Command(help, parse_and_run)
 
 
-def _without_extensions(paths: Sequence[str]) -> list[str]:
-    """Prefixes of the pairs to which these files belong, each once; a path that is no file is a prefix already."""
-    pairs = (path.rpartition(".")[0] if path.endswith(_EXTENSIONS) and Path(path).is_file() else path for path in paths)
-    return list(dict.fromkeys(pairs))
+def _prefixes(paths: Sequence[str]) -> list[str]:
+    """Prefixes of the pairs in folders, and of those to which files belong; any other path is a prefix already."""
+    prefixes = []
+    for path in paths:
+        if Path(path).is_dir():
+            found = sorted(str(index.with_suffix("")) for index in Path(path).glob("*.idx"))
+            require(bool(found), f"folder {path} holds no .idx file; expected .bin/.idx pairs")
+            prefixes += found
+        else:
+            is_file = path.endswith(_EXTENSIONS) and Path(path).is_file()
+            prefixes.append(path.rpartition(".")[0] if is_file else path)
+    return prefixes
 
 
 def _merge(config: MergeConfig) -> None:
-    merged = merge(config.input, config.output_prefix)
+    merged = merge(_prefixes(config.input), config.output_prefix)
     print(
         f"{merged.prefix}: {merged.num_documents:,} documents, {len(merged):,} sequences, {merged.tokens.size:,} tokens"
     )
@@ -101,12 +109,12 @@ def _merge(config: MergeConfig) -> None:
 
 def _inspect(config: InspectConfig) -> None:
     tokenizer = build_tokenizer(config) if config.tokenizer_type is not None else None  # type: ignore[arg-type]
-    for prefix in _without_extensions(config.input):
+    for prefix in dict.fromkeys(_prefixes(config.input)):
         print("\n".join(inspect(prefix, tokenizer=tokenizer, documents=config.documents, tokens=config.tokens)))
 
 
 def _verify(config: VerifyConfig) -> None:
-    prefixes = _without_extensions(config.input)
+    prefixes = list(dict.fromkeys(_prefixes(config.input)))
     wrong = []
     for prefix in prefixes:
         try:
@@ -140,70 +148,47 @@ _TOKENS_AT_A_TIME = 1 << 24
 _LENGTHS_IN_QUANTILES = 1 << 22
 
 
-class TokenScan(NamedTuple):
-    """Result of one pass over all tokens: smallest and largest id (0 and -1 without tokens), CRC-32 of .bin."""
-
-    least: int
-    most: int
-    checksum: int
-
-
-def scan_tokens(dataset: IndexedDataset) -> TokenScan:
-    """Read every token once, in chunks."""
-    least, most, checksum = 0, -1, 0
-    tokens = dataset.tokens
-    for first in range(0, len(tokens), _TOKENS_AT_A_TIME):
-        piece = np.ascontiguousarray(tokens[first : first + _TOKENS_AT_A_TIME])
-        lowest, highest = int(piece.min()), int(piece.max())
-        least, most = (min(least, lowest), max(most, highest)) if first else (lowest, highest)
-        checksum = zlib.crc32(piece.data, checksum)
-    return TokenScan(least, most, checksum)
-
-
 def verify(prefix: str) -> list[str]:
     """Check a pair in full: its structure, every token, and its recorded origin; returns findings, as lines of text.
 
     Raises UserError, which names the first thing that is wrong.
     """
     dataset = IndexedDataset(prefix)
-    scan = scan_tokens(dataset)
-    if scan.least < 0:
-        raise UserError(f"{bin_path(prefix)} holds the token id {scan.least}; it is damaged: copy or make it again")
-    content = describe_content(dataset, scan.checksum)
+    checksum, lowest, highest = 0, [], []
+    for first in range(0, len(dataset.tokens), _TOKENS_AT_A_TIME):
+        tokens = dataset.tokens[first : first + _TOKENS_AT_A_TIME]
+        checksum = zlib.crc32(tokens.data, checksum)
+        lowest.append(int(tokens.min()))
+        highest.append(int(tokens.max()))
+    least, most = min(lowest, default=0), max(highest, default=-1)
+    if least < 0:
+        raise UserError(f"{bin_path(prefix)} holds the token id {least}; it is damaged: copy or make it again")
+    content = describe_content(dataset, checksum)
     lines = [
         f"{dataset.num_documents:,} documents, {len(dataset):,} sequences, {dataset.tokens.size:,} tokens"
-        + (f", ids {scan.least} to {scan.most}" if dataset.tokens.size else ""),
+        + (f", ids {least} to {most}" if dataset.tokens.size else ""),
         f"content: tokens_crc32 {content['tokens_crc32']}, layout_sha256 {content['layout_sha256']}",
     ]
-    origin = read_origin(prefix)
+    origin, name = read_origin(prefix), origin_path(prefix).name
     if origin is None:
-        return [*lines, f"nothing is recorded in {origin_path(prefix).name}: only the structure could be checked"]
-    _compare(dataset, scan, content, origin)
-    if "content" in origin:
-        return [*lines, f"agrees with {origin_path(prefix).name}, to the last byte"]
-    return [*lines, f"agrees with the counts in {origin_path(prefix).name}, which records no checksums"]
-
-
-def _compare(dataset: IndexedDataset, scan: TokenScan, content: dict[str, str], origin: Origin) -> None:
-    path = origin_path(dataset.prefix)
+        return [*lines, f"nothing is recorded in {name}: only the structure could be checked"]
     advice = "the files are of two different runs or damaged; copy all three again, or preprocess the text again"
     counts = {"documents": dataset.num_documents, "sequences": len(dataset), "tokens": dataset.tokens.size}
-    for name, present in counts.items():
-        recorded = origin.get(name, present)
-        if recorded != present:
-            raise UserError(f"{dataset.prefix} has {present} {name}, but {path.name} records {recorded}; {advice}")
-    recorded_content = origin.get("content")
-    for name, file in (("layout_sha256", idx_path(dataset.prefix)), ("tokens_crc32", bin_path(dataset.prefix))):
-        recorded = recorded_content.get(name, content[name]) if isinstance(recorded_content, dict) else content[name]
-        if recorded != content[name]:
+    for counted, present in counts.items():
+        if origin.get(counted, present) != present:
+            raise UserError(f"{prefix} has {present} {counted}, but {name} records {origin[counted]}; {advice}")
+    recorded = content | origin["content"] if isinstance(origin.get("content"), dict) else content
+    for part, file in (("layout_sha256", idx_path(prefix)), ("tokens_crc32", bin_path(prefix))):
+        if recorded[part] != content[part]:
             raise UserError(
-                f"{file} is not what {path.name} describes ({name} {content[name]}, recorded {recorded}); {advice}"
+                f"{file} is not what {name} describes ({part} {content[part]}, recorded {recorded[part]}); {advice}"
             )
     vocab_size = origin["tokenizer"].get("vocab_size")
-    if isinstance(vocab_size, int) and scan.most >= vocab_size:
-        raise UserError(
-            f"{bin_path(dataset.prefix)} holds the token id {scan.most}, but its vocabulary has {vocab_size}"
-        )
+    if isinstance(vocab_size, int) and most >= vocab_size:
+        raise UserError(f"{bin_path(prefix)} holds the token id {most}, but its vocabulary has {vocab_size}")
+    if "content" in origin:
+        return [*lines, f"agrees with {name}, to the last byte"]
+    return [*lines, f"agrees with the counts in {name}, which records no checksums"]
 
 
 def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens: int) -> list[str]:

@@ -287,33 +287,18 @@ class IndexedDatasetBuilder:
     def add_sentence(self, tokens: ArrayLike) -> None:
         """Append one sequence of token ids, integers[n], to the current document."""
         values = np.asarray(tokens)
-        if values.size == 0:
-            values = values.astype(np.int64)
-        self._add_sequences(values, np.array([values.size], dtype=np.int64))
+        self._add(values if values.size else values.astype(np.int64), np.array([values.size]), [])
 
     def end_document(self) -> None:
         """End the current document, which may hold no sequence."""
-        self._add_document_ends(np.array([self.written.num_sequences]))
+        self._add(np.empty(0, np.int64), np.empty(0, np.int64), [self.written.num_sequences])
 
     def add_documents(
         self, tokens: NDArray[np.integer], sizes: NDArray[np.integer], sentences: NDArray[np.integer]
     ) -> None:
         """Append many whole documents at once: all token ids, tokens in each sequence, sequences in each document."""
         assert sizes.sum() == tokens.size and sentences.sum() == sizes.size
-        ends = self.written.num_sequences + np.cumsum(sentences, dtype=np.int64)
-        self._add_sequences(tokens, sizes)
-        self._add_document_ends(ends)
-
-    def add_dataset(self, dataset: IndexedDataset) -> None:
-        """Append all documents of another pair with tokens of the same type, in pieces of some megabytes."""
-        base = self.written.num_sequences
-        for tokens in _pieces(dataset.tokens):
-            self._write_tokens(tokens)
-        for sizes in _pieces(dataset.sizes):
-            self._write("sizes", sizes)
-        self.written.num_sequences += len(dataset)
-        for ends in _pieces(dataset.documents[1:]):
-            self._add_document_ends(base + ends)
+        self._add(tokens, sizes, self.written.num_sequences + np.cumsum(sentences, dtype=np.int64))
 
     def checkpoint(self) -> BuilderState:
         """Flush everything added so far to disk; ``resume_from`` the result continues from here."""
@@ -414,7 +399,8 @@ class IndexedDatasetBuilder:
         file.seek(0, os.SEEK_END)
         return file
 
-    def _add_sequences(self, tokens: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
+    def _add(self, tokens: NDArray[np.integer], sizes: NDArray[np.integer], ends: ArrayLike) -> None:
+        """Append sequences, and end documents after ``ends`` sequences of the whole file."""
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"tokens have shape {tokens.shape} and type {tokens.dtype}; expected a flat integer array")
         if tokens.size and tokens.dtype != self.dtype:
@@ -424,23 +410,18 @@ class IndexedDatasetBuilder:
                 raise ValueError(f"token ids {least} to {most} do not fit into {self.dtype} of {self.prefix}.bin")
         if sizes.size and int(sizes.max()) > np.iinfo(np.int32).max:
             raise ValueError(f"a sequence of {int(sizes.max())} tokens is too long for {self.prefix}.idx")
-        self._write_tokens(tokens.astype(self.dtype, copy=False))
-        self._write("sizes", sizes.astype("<i4", copy=False))
-        self.written.num_sequences += sizes.size
-
-    def _add_document_ends(self, ends: NDArray[np.integer]) -> None:
-        """End a document after each of these numbers of sequences."""
-        self._write("documents", ends.astype("<i8", copy=False))
-        self.written.num_documents += len(ends)
-
-    def _write_tokens(self, tokens: NDArray[np.integer]) -> None:
-        self._write("bin", tokens)
-        self.written.checksum = zlib.crc32(np.ascontiguousarray(tokens).data, self.written.checksum)
-        self.written.num_tokens += tokens.size
-
-    def _write(self, name: str, values: NDArray[np.integer]) -> None:
+        stored = {
+            "bin": np.ascontiguousarray(tokens, self.dtype),
+            "sizes": np.ascontiguousarray(sizes, "<i4"),
+            "documents": np.ascontiguousarray(ends, "<i8"),
+        }
         with self._writing():
-            self._files[name].write(np.ascontiguousarray(values).data)
+            for name, values in stored.items():
+                self._files[name].write(values.data)
+        self.written.checksum = zlib.crc32(stored["bin"].data, self.written.checksum)
+        self.written.num_tokens += tokens.size
+        self.written.num_sequences += sizes.size
+        self.written.num_documents += stored["documents"].size
 
     def _write_starts(self, index: IO[bytes]) -> None:
         """Write the byte at which each sequence starts: the cumulative lengths, in int64."""
@@ -451,11 +432,6 @@ class IndexedDatasetBuilder:
             ends = start + np.cumsum(num_bytes)
             index.write((ends - num_bytes).astype("<i8").tobytes())
             start = int(ends[-1])
-
-
-def _pieces(values: NDArray[np.integer]) -> Iterator[NDArray[np.integer]]:
-    for first in range(0, len(values), _ROWS_PER_WRITE):
-        yield values[first : first + _ROWS_PER_WRITE]
 
 
 Origin = dict[str, Any]
@@ -538,7 +514,13 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
     origin = _common_origin(prefixes)
     with IndexedDatasetBuilder(output_prefix, first.dtype) as builder:
         for dataset in datasets:
-            builder.add_dataset(dataset)
+            begin = 0  # token of the file
+            for document in range(0, dataset.num_documents, _ROWS_PER_WRITE):
+                documents = dataset.documents[document : document + _ROWS_PER_WRITE + 1]
+                sizes = dataset.sizes[documents[0] : documents[-1]]
+                end = begin + int(sizes.sum(dtype=np.int64))
+                builder.add_documents(dataset.tokens[begin:end], sizes, np.diff(documents))
+                begin = end
     merged = IndexedDataset(output_prefix)
     if origin is not None:
         write_origin(output_prefix, origin | {"content": describe_content(merged, builder.written.checksum)})

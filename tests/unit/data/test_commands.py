@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from megatron01.data import IndexedDataset, IndexedDatasetBuilder, Tokenizer
 from megatron01.data import commands as inspection_module
 from megatron01.data import indexed as builder_module
-from megatron01.data.commands import data, inspect, scan_tokens, verify
+from megatron01.data.commands import data, inspect, verify
 from megatron01.data.indexed import describe_content, merge, origin_path, write_origin
 from megatron01.errors import UserError
 from tests.unit.data.conftest import DATA
@@ -36,7 +37,7 @@ def note(prefix: str, **changes: Any) -> dict[str, Any]:
         "tokens": dataset.tokens.size,
         "unknown_tokens": 0,
         "left_out": {},
-        "content": describe_content(dataset, scan_tokens(dataset).checksum),
+        "content": describe_content(dataset, zlib.crc32(dataset.tokens.tobytes())),
     } | changes
     origin_path(prefix).write_text(json.dumps(origin))
     return origin
@@ -196,10 +197,11 @@ def test_negative_tokens_are_damage(write_pair: Callable[..., str]) -> None:
 
 
 def test_scan_in_pieces(write_pair: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = IndexedDataset(write_pair([[[9, 4, 7, 8, 5]]]))
-    whole = scan_tokens(dataset)
+    prefix = write_pair([[[9, 4, 7, 8, 5]]])
+    note(prefix)
+    whole = verify(prefix)
     monkeypatch.setattr("megatron01.data.commands._TOKENS_AT_A_TIME", 2)
-    assert scan_tokens(dataset) == whole and (whole.least, whole.most) == (4, 9)
+    assert verify(prefix) == whole and whole[0].endswith("5 tokens, ids 4 to 9")
 
 
 def test_checksum_of_the_builder_goes_on_after_an_interruption(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_checksum_of_the_builder_goes_on_after_an_interruption(tmp_path: Path) -
     builder.suspend()
     with IndexedDatasetBuilder(tmp_path / "a", np.uint16, resume_from=state) as builder:
         builder.add_sentence([3])
-    assert builder.written.checksum == scan_tokens(IndexedDataset(tmp_path / "a")).checksum
+    assert builder.written.checksum == zlib.crc32((tmp_path / "a.bin").read_bytes())
 
 
 def test_inspection(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
@@ -255,6 +257,12 @@ def test_commands(write_pair: Callable[..., str], tmp_path: Path, capsys: pytest
     with pytest.raises(UserError, match=f"1 of 2 pairs are damaged: {a}"):
         data(["verify", a, b], "megatron01 data")
     assert "error: " in capsys.readouterr().out
+    with pytest.raises(UserError, match="1 of 3 pairs are damaged"):
+        data(["verify", str(tmp_path)], "megatron01 data")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"folder .* holds no \.idx file"):
+        data(["merge", str(tmp_path / "none"), "--output-prefix", merged], "megatron01 data")
+    assert "error: " in capsys.readouterr().out
     data([], "megatron01 data")
     assert "verify" in capsys.readouterr().out
     for argv, reason in [
@@ -266,6 +274,16 @@ def test_commands(write_pair: Callable[..., str], tmp_path: Path, capsys: pytest
     ]:
         with pytest.raises(UserError, match=reason):
             data(argv, "megatron01 data")
+
+
+def test_merging_a_folder_or_a_pattern(write_pair: Callable[..., str], tmp_path: Path) -> None:
+    b, a = write_pair([[[3]]], name="b"), write_pair([[[1, 2]]], name="a")
+    output = tmp_path / "merged"
+    output.mkdir()
+    for name, paths in [("folder", [str(tmp_path)]), ("pattern", [f"{a}.idx", f"{b}.idx"]), ("twice", [a, a])]:
+        data(["merge", "--input", *paths, "--output-prefix", str(output / name)], "megatron01 data")
+    merged = {name: IndexedDataset(output / name).tokens.tolist() for name in ("folder", "pattern", "twice")}
+    assert merged == {"folder": [1, 2, 3], "pattern": [1, 2, 3], "twice": [1, 2, 1, 2]}
 
 
 def test_inspect_says_when_it_looked_at_some_documents_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
