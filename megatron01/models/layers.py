@@ -94,16 +94,10 @@ class KeyValueCache:
         return (places - self._padding[:, None]).clamp(0, num_positions - 1)
 
     def mask(self, num_new: int, dtype: torch.dtype) -> torch.Tensor:
-        """(b, 1, s, n + s), added to attention scores: 0 where one of the next tokens may see an earlier one or itself.
-
-        The most negative finite number elsewhere, so that a row of padding alone gives no NaN.
-        """
+        """The mask of the next tokens, (b, 1, s, n + s): each sees earlier ones and itself, but no padding."""
         keys = torch.arange(self.length + num_new, device=self._padding.device)
-        queries = keys[self.length :]
-        hidden = keys > queries[:, None]  # (s, n + s)
-        hidden = hidden | (keys < self._padding[:, None])[:, None]  # (b, s, n + s)
-        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+        later = keys > keys[self.length :, None]  # (s, n + s)
+        return attention_mask(later | (keys < self._padding[:, None])[:, None], dtype)
 
 
 @dataclass(frozen=True)
@@ -357,24 +351,28 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
     return True
 
 
-def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask of keys, (b, 1, 1, s), from a padding mask, (b, s), that is nonzero where there is a token.
+def attention_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Added to attention scores, (b, 1, ...): 0, and where ``hidden``, bool (b, ...), the most negative finite number.
 
-    The most negative finite number stands for minus infinity: a sequence of nothing but padding then attends evenly in
-    place of giving NaN. Queries are not masked; what padding positions compute is never read.
+    Minus infinity would give NaN for a sequence of nothing but padding, which attends evenly so.
     """
-    mask = torch.zeros(padding_mask.shape, dtype=dtype, device=padding_mask.device)
-    return mask.masked_fill_(padding_mask == 0, torch.finfo(dtype).min)[:, None, None, :]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)[:, None]
+
+
+def key_mask_from_padding(padding_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask of keys, (b, 1, 1, s), from (b, s) that is nonzero where there is a token.
+
+    Queries are not masked; what padding positions compute is never read.
+    """
+    return attention_mask((padding_mask == 0)[:, None], dtype)
 
 
 def causal_mask_within_documents(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The additive mask, (b, 1, s, s), by which each position sees those up to itself in its own document.
+    """The mask, (b, 1, s, s), by which each position sees those up to itself in its own document.
 
     One per batch, shared by all layers: s^2 elements a sequence, on the device of ``document_ids``, (b, s) integers.
     """
-    seq_length = document_ids.shape[1]
-    positions = torch.arange(seq_length, device=document_ids.device)
-    hidden = document_ids[:, :, None] != document_ids[:, None, :]  # (b, s, s)
-    hidden |= positions[:, None] < positions[None, :]
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=document_ids.device)
-    return mask.masked_fill_(hidden, float("-inf"))[:, None]  # every position sees itself: no row is empty
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    other_document = document_ids[:, :, None] != document_ids[:, None, :]  # (b, s, s)
+    return attention_mask(other_document | (positions[:, None] < positions[None, :]), dtype)

@@ -142,40 +142,44 @@ def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel:
     else:
         enter, leave = copy, partial(reduce_from_tensor_parallel_region, group)
     # with sequence parallelism every rank adds the bias to other positions: its gradient is summed over the ranks
-    row_parallel = as_class(_RowParallelLinear, leave=leave, bias_of=copy if sequence_parallel else _identity)
+    bias_of = copy if sequence_parallel else _identity
+    row_parallel = partial(change_class, kind=_RowParallelLinear, leave=leave, bias_of=bias_of)
+    own_random = partial(own_random_numbers, group=group)
     layer: dict[str, Change] = {
-        "attention.query_key_value": on_entry(enter),
+        "attention.query_key_value": partial(convert_input, convert=enter),
         "attention.dense": row_parallel,
-        "mlp.dense_h_to_4h": on_entry(enter),
+        "mlp.dense_h_to_4h": partial(convert_input, convert=enter),
         "mlp.dense_4h_to_h": row_parallel,
     }
     plan: dict[str, Change] = {
-        "embedding.word_embeddings": vocabulary_embedding(group),
+        "embedding.word_embeddings": partial(vocabulary_embedding, group=group),
         # the heads of BERT work on whole sequences
-        "token_loss": vocabulary_parallel_loss(group, enter if isinstance(model, GPT2) else copy),
-        "": without_logits(group),
+        "token_loss": partial(vocabulary_parallel_loss, group=group, enter=enter if isinstance(model, GPT2) else copy),
+        "": partial(without_logits, group=group),
     }
     if config.attention_dropout > 0:
-        layer["attention"] = own_random_numbers(group)  # of this rank's heads
+        layer["attention"] = own_random  # of this rank's heads
     if sequence_parallel:
         scatter = partial(scatter_to_sequence_parallel_region, group)
-        sliced_norm = as_class(_SlicedLayerNorm, enter=_identity, parameter=copy)
+        sliced_norm = partial(change_class, kind=_SlicedLayerNorm, enter=_identity, parameter=copy)
         layer |= {"attention_norm": sliced_norm, "mlp_norm": sliced_norm}
         own_dropout = config.hidden_dropout > 0
         if own_dropout:
-            layer["dropout"] = own_random_numbers(group)
+            layer["dropout"] = own_random
         # the embedding is added up whole; its slices begin at the norm, or where there is none, at the dropout
         if isinstance(model, Bert) and model.config.norm_placement == "post":
-            plan["embedding.norm"] = as_class(_SlicedLayerNorm, enter=scatter, parameter=copy)
+            plan["embedding.norm"] = partial(sliced_norm, enter=scatter)
             if own_dropout:
-                plan["embedding.dropout"] = own_random_numbers(group)
+                plan["embedding.dropout"] = own_random
         else:
-            plan["embedding.dropout"] = own_random_numbers(group, scatter) if own_dropout else on_entry(scatter)
+            scattering = partial(own_random, enter=scatter) if own_dropout else partial(convert_input, convert=scatter)
+            plan["embedding.dropout"] = scattering
             plan["transformer.final_norm"] = sliced_norm
         if isinstance(model, Bert):
             # the heads read some positions only, so they work on whole sequences, replicated on all ranks
-            plan["transformer"] = on_exit(partial(gather_replicated_from_sequence_parallel_region, group))
-            plan[""] = without_logits(group, with_padding=True)  # slices are of sequences of one length
+            gather = partial(gather_replicated_from_sequence_parallel_region, group)
+            plan["transformer"] = partial(convert_output, convert=gather)
+            plan[""] = partial(without_logits, group=group, with_padding=True)  # slices are of sequences of one length
     layers = [f"transformer.layers.{number}" for number in range(config.num_layers)]
     return plan | {f"{prefix}.{name}": change for prefix in layers for name, change in layer.items()}
 
@@ -184,29 +188,25 @@ def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel:
 # compiler would generate code for each layer.
 
 
-def on_entry(convert: Conversion) -> Change:
-    """Converts the module's first argument."""
+def convert_input(module: nn.Module, *, convert: Conversion) -> None:
+    """Convert the module's first argument."""
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         return convert(inputs[0]), *inputs[1:]
 
-    return lambda module: module.register_forward_pre_hook(enter)
+    module.register_forward_pre_hook(enter)
 
 
-def on_exit(convert: Conversion) -> Change:
-    """Converts the module's output."""
-    return lambda module: module.register_forward_hook(lambda _, inputs, output: convert(output))
+def convert_output(module: nn.Module, *, convert: Conversion) -> None:
+    """Convert the module's output."""
+    module.register_forward_hook(lambda _, inputs, output: convert(output))
 
 
-def as_class(kind: type[nn.Module], **conversions: Conversion) -> Change:
-    """Makes the module one of another class, with ``conversions`` as its attributes."""
-
-    def change(module: Any) -> None:
-        module.__class__ = kind
-        for name, convert in conversions.items():
-            setattr(module, name, convert)
-
-    return change
+def change_class(module: Any, *, kind: type[nn.Module], **conversions: Conversion) -> None:
+    """Make the module one of another class, with ``conversions`` as its attributes."""
+    module.__class__ = kind
+    for name, convert in conversions.items():
+        setattr(module, name, convert)
 
 
 def _identity(values: Tensor) -> Tensor:
@@ -237,60 +237,49 @@ class _SlicedLayerNorm(nn.LayerNorm):
         return F.layer_norm(self.enter(values), self.normalized_shape, weight, bias, self.eps)
 
 
-def vocabulary_embedding(group: TensorParallelGroup) -> Change:
+def vocabulary_embedding(module: Any, *, group: TensorParallelGroup) -> None:
     """Vocabulary-parallel word embeddings: the all-reduce of vectors that are zero for other ranks' ids."""
 
-    def change(module: Any) -> None:
-        def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
-            num_rows = len(module.weight)
-            own, outside = _own_ids(tokens, group.rank * num_rows, num_rows)
-            vectors = F.embedding(own, module.weight)
-            return reduce_from_tensor_parallel_region(group, vectors.masked_fill(outside[..., None], 0.0))
+    def forward(tokens: Tensor) -> Tensor:  # (b, s) -> (b, s, h)
+        num_rows = len(module.weight)
+        own, outside = _own_ids(tokens, group.rank * num_rows, num_rows)
+        vectors = F.embedding(own, module.weight)
+        return reduce_from_tensor_parallel_region(group, vectors.masked_fill(outside[..., None], 0.0))
 
-        module.forward = forward
-
-    return change
+    module.forward = forward
 
 
-def vocabulary_parallel_loss(group: TensorParallelGroup, enter: Conversion) -> Change:
+def vocabulary_parallel_loss(module: Any, *, group: TensorParallelGroup, enter: Conversion) -> None:
     """Cross entropy of this rank's columns of the logits, after ``enter`` of the hidden states."""
-
-    def change(module: Any) -> None:
-        on_entry(enter)(module)
-        module.token_losses = partial(vocabulary_parallel_cross_entropy, vocab_size=module.vocab_size, group=group)
-
-    return change
+    convert_input(module, convert=enter)
+    module.token_losses = partial(vocabulary_parallel_cross_entropy, vocab_size=module.vocab_size, group=group)
 
 
-def own_random_numbers(group: TensorParallelGroup, enter: Conversion = _identity) -> Change:
+def own_random_numbers(module: Any, *, group: TensorParallelGroup, enter: Conversion = _identity) -> None:
     """A module whose dropout differs between ranks, after ``enter`` of its first argument.
 
     It is seeded with a draw from the generator that is in the same state on all ranks, and with the rank. So there is
     no second generator: activation recomputation and checkpoints need the shared one's state only, which is the same on
     all ranks again after the module.
     """
+    inner = module.forward
 
-    def change(module: Any) -> None:
-        inner = module.forward
+    # a compiler does not trace generators; the inner forward pass is still compiled
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def forward(values: Tensor, *others: Any, **named: Any) -> Any:
+        values = enter(values)
+        if not module.training:
+            return inner(values, *others, **named)
+        shared = int(torch.randint(2**62, (), device="cpu"))
+        own = np.random.SeedSequence([shared, group.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
+        with torch.random.fork_rng([values.device] if values.is_cuda else []):
+            torch.manual_seed(int(own))
+            return inner(values, *others, **named)
 
-        # a compiler does not trace generators; the inner forward pass is still compiled
-        @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-        def forward(values: Tensor, *others: Any, **named: Any) -> Any:
-            values = enter(values)
-            if not module.training:
-                return inner(values, *others, **named)
-            shared = int(torch.randint(2**62, (), device="cpu"))
-            own = np.random.SeedSequence([shared, group.rank]).generate_state(1, np.uint64)[0] >> np.uint64(1)
-            with torch.random.fork_rng([values.device] if values.is_cuda else []):
-                torch.manual_seed(int(own))
-                return inner(values, *others, **named)
-
-        module.forward = forward
-
-    return change
+    module.forward = forward
 
 
-def without_logits(group: TensorParallelGroup, *, with_padding: bool = False) -> Change:
+def without_logits(module: Any, *, group: TensorParallelGroup, with_padding: bool = False) -> None:
     """A model of which only ``loss`` works: its logits are partitioned. ``with_padding``: BERT computes padding too."""
 
     def refuse(*_: object, **__: object) -> None:
@@ -299,12 +288,9 @@ def without_logits(group: TensorParallelGroup, *, with_padding: bool = False) ->
             " loss, or resume with --tensor-model-parallel-size 1"
         )
 
-    def change(module: Any) -> None:
-        module.forward = module.next_token_logits = refuse
-        if with_padding:
-            module.leaves_out_padding = False
-
-    return change
+    module.forward = module.next_token_logits = refuse
+    if with_padding:
+        module.leaves_out_padding = False
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
     group = TensorParallelGroup(dist.group.WORLD)
     torch.manual_seed(11)
     own, shared = nn.Dropout(0.5), nn.Dropout(0.5)
-    own_random_numbers(group)(own)
+    own_random_numbers(own, group=group)
     masks = [own(torch.ones(200)), shared(torch.ones(200)), own(torch.ones(200))]
     own.eval()
     assert torch.equal(own(torch.ones(3)), torch.ones(3))
