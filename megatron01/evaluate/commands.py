@@ -27,7 +27,7 @@ from megatron01.evaluate.generation import (
     text_generator,
 )
 from megatron01.evaluate.generation import generate as generate_tokens
-from megatron01.evaluate.perplexity import Perplexity, read_documents, read_held_out, token_losses
+from megatron01.evaluate.perplexity import read_documents, read_held_out, token_losses
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import write_atomically, writing
 
@@ -113,27 +113,17 @@ def perplexity(config: PerplexityConfig) -> None:
         losses = token_losses(
             model, text.tokens, window=window, stride=stride, batch_size=config.batch_size, progress=bar.update
         )
-    result = Perplexity(float(np.mean(losses)), losses.size, text.num_words, text.num_bytes)
+    counts = {"tokens": losses.size, "words": text.num_words, "bytes": text.num_bytes}
+    scores = text.scores(float(np.mean(losses)))
     if config.json:
-        entries = {
-            "data": config.input,
-            "window": window,
-            "stride": stride,
-            "tokens": result.num_tokens,
-            "words": result.num_words,
-            "bytes": result.num_bytes,
-            "loss": result.loss,
-            "perplexity_per_token": result.per_token,
-            "perplexity_per_word": result.per_word,
-            "bits_per_byte": result.bits_per_byte,
-        }
+        entries = {"data": config.input, "window": window, "stride": stride, **counts, **scores}
         print(json.dumps({key: None if value == math.inf else value for key, value in entries.items()}))
         return
-    print(f"{config.input}: {result.num_tokens} tokens, {result.num_words} words, {result.num_bytes} bytes")
-    print(f"  loss                  {result.loss:.4f} nats per token (window {window}, stride {stride})")
-    print(f"  perplexity per token  {result.per_token:.2f}")
-    print(f"  perplexity per word   {result.per_word:.2f}")
-    print(f"  bits per byte         {result.bits_per_byte:.4f}")
+    print(f"{config.input}: {', '.join(f'{count} {name}' for name, count in counts.items())}")
+    print(f"  loss                  {scores['loss']:.4f} nats per token (window {window}, stride {stride})")
+    print(f"  perplexity per token  {scores['perplexity_per_token']:.2f}")
+    print(f"  perplexity per word   {scores['perplexity_per_word']:.2f}")
+    print(f"  bits per byte         {scores['bits_per_byte']:.4f}")
 
 
 def _load(config: InferenceConfig) -> LoadedModel:

@@ -21,35 +21,6 @@ from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import json_object
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """Loss of a model on a text, and the sizes of the text."""
-
-    loss: float  # mean over the predicted tokens of -log p, in nats
-    num_tokens: int
-    num_words: int
-    num_bytes: int
-
-    @property
-    def per_token(self) -> float:
-        """exp of the loss per token; infinity if that is no float."""
-        return _exp(self.loss)
-
-    @property
-    def per_word(self) -> float:
-        """exp of the loss per word: comparable between tokenizers; infinity if there are no words."""
-        return _exp(self.loss * self.num_tokens / self.num_words) if self.num_words else math.inf
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Loss in bits per byte of UTF-8; infinity if there are no bytes."""
-        return self.loss * self.num_tokens / self.num_bytes / math.log(2) if self.num_bytes else math.inf
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """For each position of the window: indices of the first token seen, the first predicted, and the last predicted.
 
@@ -105,6 +76,23 @@ class HeldOutText:
     num_words: int  # separated by white space
     num_bytes: int  # in UTF-8, without end-of-document tokens
 
+    def scores(self, loss: float) -> dict[str, float]:
+        """What a mean loss, in nats per predicted token, amounts to on this text; infinity where that is no float.
+
+        Perplexity per word and bits per byte are comparable between tokenizers.
+        """
+        total = loss * (self.tokens.size - 1)
+        return {
+            "loss": loss,
+            "perplexity_per_token": _exp(loss),
+            "perplexity_per_word": _exp(total / self.num_words) if self.num_words else math.inf,
+            "bits_per_byte": total / self.num_bytes / math.log(2) if self.num_bytes else math.inf,
+        }
+
+
+def _exp(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
 
 def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> HeldOutText:
     """Read a text file or a .bin/.idx pair, tokenized as for training.
@@ -114,7 +102,7 @@ def read_held_out(data: str, tokenizer: Tokenizer, max_tokens: int | None = None
     it cannot be read, is empty, or was made with another tokenizer. ``max_tokens``: most tokens to predict.
     """
     limit = None if max_tokens is None else max_tokens + 1
-    if idx_path(data).is_file():
+    if idx_path(data).is_file() or data.endswith((".bin", ".idx")):
         documents, tokens = None, _indexed_tokens(data, tokenizer)[:limit]
     else:
         documents = read_documents(data)

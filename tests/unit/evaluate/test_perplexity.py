@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron01.data import build_tokenizer
 from megatron01.errors import UserError
-from megatron01.evaluate.perplexity import Perplexity, read_held_out, token_losses, windows
+from megatron01.evaluate.perplexity import HeldOutText, read_held_out, token_losses, windows
 from tests.integration.tiny import bert_config, gpt_config
 
 
@@ -45,13 +45,14 @@ def test_losses_equal_those_of_one_prediction_after_the_other(gpt2, num_tokens, 
 
 
 def test_units():
-    result = Perplexity(loss=2.0, num_tokens=30, num_words=20, num_bytes=100)
-    assert result.per_token == pytest.approx(math.e**2)
-    assert result.per_word == pytest.approx(math.e**3)
-    assert result.bits_per_byte == pytest.approx(0.6 / math.log(2))
-    assert Perplexity(2.0, 3, 0, 0).per_word == math.inf
-    assert Perplexity(20.0, 3000, 1, 1).per_word == math.inf
-    assert Perplexity(2000.0, 1, 1, 1).per_token == math.inf
+    scores = HeldOutText(np.zeros(31, np.int64), num_words=20, num_bytes=100).scores(2.0)
+    assert scores["perplexity_per_token"] == pytest.approx(math.e**2)
+    assert scores["perplexity_per_word"] == pytest.approx(math.e**3)
+    assert scores["bits_per_byte"] == pytest.approx(0.6 / math.log(2))
+    for loss, num_tokens, size in [(2.0, 3, 0), (20.0, 3000, 1)]:
+        text = HeldOutText(np.zeros(num_tokens + 1, np.int64), size, size)
+        assert text.scores(loss)["perplexity_per_word"] == math.inf
+    assert HeldOutText(np.zeros(2, np.int64), 1, 1).scores(2000.0)["perplexity_per_token"] == math.inf
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +120,8 @@ def test_files_that_cannot_be_used(tokenizer, tmp_path, name, content, message):
 def test_what_is_not_there_or_of_another_tokenizer(tokenizer, corpus, tmp_path):
     with pytest.raises(UserError, match="cannot be read: No such file"):
         read_held_out(str(tmp_path / "none"), tokenizer)
+    with pytest.raises(UserError, match="is one file of a pair; leave out the extension"):
+        read_held_out(str(corpus / "gpt.bin"), tokenizer)
     words = build_tokenizer(bert_config(corpus).data)
     with pytest.raises(UserError, match=r"the token id 256, but .*vocab.txt has ids 0 to 20"):
         read_held_out(str(corpus / "gpt"), words)
