@@ -8,7 +8,6 @@ through the same code with fewer heads.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -225,18 +224,13 @@ class SelfAttention(nn.Module):
         ).name.lower()
 
 
-def _saving_all(value: torch.Tensor, *_: object) -> AbstractContextManager[None]:
-    """In place of ``computed_again`` where nothing is."""
-    return nullcontext()
-
-
 class MLP(nn.Module):
     """Two projections with a GELU between them."""
 
     def __init__(self, config: ModelConfig, *, gelu: GeluForm) -> None:
         super().__init__()
         self.gelu = partial(F.gelu, approximate=gelu)
-        self.not_saving = computed_again if config.recompute_activations == "selective" else _saving_all
+        self.is_selective = config.recompute_activations == "selective"
         self.dense_h_to_4h = nn.Linear(config.hidden_size, config.feed_forward_size)
         self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
 
@@ -244,7 +238,7 @@ class MLP(nn.Module):
         """(..., h) -> (..., h)."""
         before = self.dense_h_to_4h(hidden)  # (..., f)
         inner = self.gelu(before)
-        with self.not_saving(inner, self.gelu, before):
+        with computed_again(inner, self.gelu, before, enabled=self.is_selective):
             output: torch.Tensor = self.dense_4h_to_h(inner)
             return output
 
@@ -255,7 +249,7 @@ class TransformerLayer(nn.Module):
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
         super().__init__()
         self.norm_placement = norm_placement
-        self.not_saving = computed_again if config.recompute_activations == "selective" else _saving_all
+        self.is_selective = config.recompute_activations == "selective"
         self.attention = SelfAttention(config, causal=causal)
         self.attention_norm = layer_norm(config)
         self.mlp = MLP(config, gelu=gelu)
@@ -272,16 +266,16 @@ class TransformerLayer(nn.Module):
         """(b, s, h), or with ``rows`` (t, h), to the same shape. Arguments as of ``Transformer.forward``."""
         if self.norm_placement == "pre":
             normed = self.attention_norm(hidden)
-            with self.not_saving(normed, self.attention_norm, hidden):
+            with computed_again(normed, self.attention_norm, hidden, enabled=self.is_selective):
                 attended = self.attention(normed, attention_mask, cache, rows)
             hidden = hidden + self.dropout(attended)
             normed = self.mlp_norm(hidden)
-            with self.not_saving(normed, self.mlp_norm, hidden):
+            with computed_again(normed, self.mlp_norm, hidden, enabled=self.is_selective):
                 hidden = hidden + self.dropout(self.mlp(normed))
             return hidden
         before = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows))
         hidden = self.attention_norm(before)
-        with self.not_saving(hidden, self.attention_norm, before):
+        with computed_again(hidden, self.attention_norm, before, enabled=self.is_selective):
             hidden = self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
         return hidden
 
@@ -303,8 +297,7 @@ class Transformer(nn.Module):
             TransformerLayer(config, causal=causal, gelu=gelu, norm_placement=norm_placement)
             for _ in range(config.num_layers)
         )
-        with_norm = norm_placement == "pre"
-        self.final_norm = layer_norm(config) if with_norm else None
+        self.final_norm = layer_norm(config) if norm_placement == "pre" else None
 
     def forward(
         self,

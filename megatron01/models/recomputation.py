@@ -23,7 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from megatron01.config import ModelConfig
 
 
-def computed_again(value: Tensor, function: Callable[[Tensor], Tensor], values: Tensor) -> AbstractContextManager[Any]:
+def computed_again(
+    value: Tensor, function: Callable[[Tensor], Tensor], values: Tensor, *, enabled: bool
+) -> AbstractContextManager[Any]:
     """Context whose operations do not save ``value`` for the backward pass, which uses ``function(values)`` instead.
 
     No effect under torch.compile, which decides itself what it saves.
@@ -33,8 +35,9 @@ def computed_again(value: Tensor, function: Callable[[Tensor], Tensor], values: 
             until the end.
         function: without random numbers.
         values: stored for the backward pass by ``function`` itself, so that keeping it costs nothing.
+        enabled: otherwise the context has no effect.
     """
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if not enabled or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return nullcontext()
     # hooks live as long as what they pack, so they must not reference the value itself
     storage, num_elements, values = value.untyped_storage()._cdata, value.numel(), values.detach()
