@@ -26,7 +26,6 @@ from megatron01.data.datasets import (
     Share,
     SplitBuilder,
     Splits,
-    TokenFileDataset,
     TokenFiles,
 )
 from megatron01.data.index_cache import Arrays, sampled_digest
@@ -39,7 +38,7 @@ _TASKS = {"none": kernels.NO_PAIRS, "sop": kernels.ORDER, "nsp": kernels.NEXT}
 _UNBOUNDED = 2**31
 
 
-class BertDataset(TokenFileDataset):
+class BertDataset(SampleDataset):
     """Masked sentence pairs; sample i is a function of the seed and i alone.
 
     Samples have Megatron's keys: text, types, labels (-1 where nothing is predicted), loss_mask, padding_mask (1 for
@@ -49,7 +48,6 @@ class BertDataset(TokenFileDataset):
     Args:
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
         documents: int64[documents + 1], first sentence of each document of this split; for next-sentence pairs.
-        num_epochs: passes over the text that the mapping holds.
     """
 
     def __init__(
@@ -58,12 +56,12 @@ class BertDataset(TokenFileDataset):
         mapping: NDArray[np.integer],
         documents: NDArray[np.int64],
         *,
-        num_epochs: int = 1,
         tokens: MaskingTokens,
         config: BertDataConfig,
         seed: int,
     ) -> None:
-        super().__init__(files, len(mapping) / num_epochs)
+        super().__init__([files])
+        self._files = files
         self._mapping = mapping
         self._documents = documents
         self._config = config
@@ -81,14 +79,14 @@ class BertDataset(TokenFileDataset):
 
     @property
     def fingerprint(self) -> str:
-        digests = [self.files.fingerprint, self._config.seq_length, sampled_digest(self._mapping)]
+        digests = [self._files.fingerprint, self._config.seq_length, sampled_digest(self._mapping)]
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     def collate(self, samples: Samples) -> Samples:
         return model_batch(samples)
 
-    def make(self, indices: NDArray[np.int64]) -> Samples | None:
-        files = self.files
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        files = self._files
         shape = (len(indices), self._config.seq_length)
         rows = kernels.Rows(*(np.empty(shape, dtype) for dtype in (np.int32, np.uint8, np.int32, np.uint8, np.uint8)))
         is_random, truncated = np.empty(shape[0], dtype=np.uint8), np.empty(shape[0], dtype=np.uint8)
@@ -106,7 +104,9 @@ class BertDataset(TokenFileDataset):
             is_random,
             truncated,
         )
-        return {**rows._asdict(), "is_random": is_random, "truncated": truncated} if is_sound else None
+        if not is_sound:
+            raise files.damaged_index()
+        return {**rows._asdict(), "is_random": is_random, "truncated": truncated}
 
 
 def model_batch(samples: Samples) -> Samples:
@@ -177,7 +177,7 @@ class _BertSplits(SplitBuilder):
                 " sentences; preprocess the text with split_sentences or set objective to none"
             )
 
-    def build(self, share: Share, split: str, num_samples: int) -> BertDataset | None:
+    def build(self, share: Share, split: str, num_samples: int) -> tuple[BertDataset, float] | None:
         data, files = self._data, share.files
         documents = files.documents[share.documents[0] : share.documents[1] + 1]
         if data.objective == "nsp" and np.count_nonzero(np.diff(documents)) < 2:
@@ -192,12 +192,11 @@ class _BertSplits(SplitBuilder):
             seed=self._seed,
             min_sentences=self._min_sentences,
         )
-        mapping, num_epochs = index["mapping"], int(index["epochs"][0])
+        mapping = index["mapping"]
         if not len(mapping):
             return None
-        return BertDataset(
-            files, mapping, documents, num_epochs=num_epochs, tokens=self._tokens, config=data, seed=self._seed
-        )
+        dataset = BertDataset(files, mapping, documents, tokens=self._tokens, config=data, seed=self._seed)
+        return dataset, len(mapping) / int(index["epochs"][0])
 
 
 def build_bert_datasets(

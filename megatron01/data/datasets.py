@@ -71,9 +71,9 @@ class TokenFiles(IndexedDataset):
         self.least, self.most = described["ids"].tolist()  # smallest and largest token id; 0 without tokens
         self.check_unchanged()
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # when Python ends, os may be gone
         for descriptor in self._descriptors:
-            os.close(descriptor)
+            close(descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFiles, (self.prefix, self.cache, self._stamps)
@@ -87,6 +87,10 @@ class TokenFiles(IndexedDataset):
                     f"{path} was changed while it was in use (it had {before[0]} bytes and has {now[0]}); put the file"
                     " back, or start again from the last checkpoint with the new one"
                 )
+
+    def damaged_index(self) -> UserError:
+        """The error for a sample index that points outside of the file."""
+        return UserError(f"the sample index of {self.prefix} is damaged; delete its folder in the cache")
 
     def _describe(self) -> Arrays:
         """What takes a pass over the files, seconds for 10^8 sequences: "layout", their hash; "ids", least and most."""
@@ -106,6 +110,9 @@ Samples = dict[str, NDArray[Any]]  # arrays by name, each [b, ...]: one row a sa
 class SampleDataset(ABC):
     """A map-style dataset. A sample depends on its index alone, so an index is all the state that a resume needs."""
 
+    def __init__(self, token_files: Sequence[TokenFiles]) -> None:
+        self.token_files = token_files  # those that samples are read from
+
     @abstractmethod
     def __len__(self) -> int: ...
 
@@ -116,22 +123,23 @@ class SampleDataset(ABC):
 
     @abstractmethod
     def read(self, indices: NDArray[np.int64]) -> Samples:
-        """The samples of ``indices``, int64[b] in [0, len), in the narrowest types that hold the values.
-
-        Raises UserError if a file has changed since it was opened.
-        """
-
-    @abstractmethod
-    def check_unchanged(self) -> None:
-        """Raises: UserError if a token file has changed since it was opened."""
+        """The samples of ``indices``, int64[b] in [0, len), in the narrowest types that hold the values."""
 
     def batch(self, indices: range | NDArray[np.int64]) -> Samples:
-        """As ``read``. Raises: IndexError for an index outside of [0, len)."""
+        """As ``read``. Raises IndexError for an index outside of [0, len), UserError if a token file has changed."""
         numbers = np.asarray(indices, dtype=np.int64)
         outside = numbers[(numbers < 0) | (numbers >= len(self))]
         if outside.size:
             raise IndexError(f"sample {outside[0]} of {len(self)}")
-        return self.read(numbers)
+        self.check_unchanged()
+        samples = self.read(numbers)
+        self.check_unchanged()
+        return samples
+
+    def check_unchanged(self) -> None:
+        """Raises: UserError if a token file has changed since it was opened."""
+        for files in self.token_files:
+            files.check_unchanged()
 
     def collate(self, samples: Samples) -> Samples:
         """The model's input from a ``batch``, by default the same; made in the loader's processes."""
@@ -141,29 +149,6 @@ class SampleDataset(ABC):
         """One sample; integers are int64, as in Megatron-LM. Raises: IndexError outside of [0, len)."""
         sample = self.batch(np.array([index]))
         return {name: rows[0].astype(np.int64) if rows.dtype.kind in "iu" else rows[0] for name, rows in sample.items()}
-
-
-class TokenFileDataset(SampleDataset):
-    """Samples of one pair of token files; ``samples_per_epoch`` of them are a pass over the text."""
-
-    def __init__(self, files: TokenFiles, samples_per_epoch: float) -> None:
-        self.files = files
-        self.samples_per_epoch = samples_per_epoch
-
-    @abstractmethod
-    def make(self, indices: NDArray[np.int64]) -> Samples | None:
-        """As ``read``; None if the sample index points outside of the file."""
-
-    def read(self, indices: NDArray[np.int64]) -> Samples:
-        self.files.check_unchanged()
-        samples = self.make(indices)
-        if samples is None:
-            raise UserError(f"the sample index of {self.files.prefix} is damaged; delete its folder in the cache")
-        self.files.check_unchanged()
-        return samples
-
-    def check_unchanged(self) -> None:
-        self.files.check_unchanged()
 
 
 BLEND_MARGIN = 1.005
@@ -209,6 +194,7 @@ class BlendedDataset(SampleDataset):
         drawn = order["drawn"].tolist()
         assert len(datasets) == len(weights) == len(drawn)
         assert all(len(dataset) >= count for dataset, count in zip(datasets, drawn, strict=True))
+        super().__init__(list(dict.fromkeys(files for dataset in datasets for files in dataset.token_files)))
         self.datasets = list(datasets)
         self.weights = normalized(weights).tolist()
         self._dataset_of, self._sample_of = order["dataset"], order["sample"]
@@ -235,10 +221,6 @@ class BlendedDataset(SampleDataset):
 
     def collate(self, samples: Samples) -> Samples:
         return self.datasets[0].collate(samples)
-
-    def check_unchanged(self) -> None:
-        for dataset in self.datasets:
-            dataset.check_unchanged()
 
 
 T = TypeVar("T")
@@ -318,8 +300,8 @@ class SplitBuilder(ABC):
         """Raises: UserError for files that cannot hold this kind of samples."""
 
     @abstractmethod
-    def build(self, share: Share, split: str, num_samples: int) -> TokenFileDataset | None:
-        """A dataset of at least ``num_samples`` samples; None if the text is not usable."""
+    def build(self, share: Share, split: str, num_samples: int) -> tuple[SampleDataset, float] | None:
+        """At least ``num_samples`` samples, and the number in a pass over the text; None if the text is not usable."""
 
     def cached_index(self, kind: str, share: Share, build: Callable[..., Arrays], **parameters: Any) -> Arrays:
         """The sample index of a share: from the cache, or made by ``build(**parameters)`` and stored there."""
@@ -351,16 +333,17 @@ class SplitBuilder(ABC):
                 order = cached_arrays(shares[0].files.cache, description, partial(blend_order, weights, num_samples))
                 drawn, wanted = order["drawn"].tolist(), samples_per_dataset(weights, num_samples, order["drawn"])
             found = [self.build(share, split, count) for share, count in zip(shares, wanted, strict=True)]
-            datasets = [dataset for dataset in found if dataset is not None]
-            if len(datasets) == len(shares):
-                for share, dataset, count in zip(shares, datasets, drawn, strict=True):
+            built = [usable for usable in found if usable is not None]
+            if len(built) == len(shares):
+                for share, (dataset, per_epoch), count in zip(shares, built, drawn, strict=True):
                     dataset.batch(range(1))  # compiles the kernels once, before worker processes each would
                     first, last = share.documents
-                    epochs = count / dataset.samples_per_epoch
+                    epochs = count / per_epoch
                     source = SplitSource(split, share.files.prefix, last - first, share.num_tokens, count, epochs)
                     self._split_sources.append(source)
+                datasets = [dataset for dataset, _ in built]
                 return BlendedDataset(datasets, weights, order) if len(datasets) > 1 else datasets[0]
-            shares = self._usable(shares, [dataset is not None for dataset in found], split)
+            shares = self._usable(shares, [usable is not None for usable in found], split)
         return None
 
     def _usable(self, shares: Sequence[Share], is_usable: Sequence[bool], split: str) -> list[Share]:
@@ -387,15 +370,13 @@ class SplitBuilder(ABC):
 
     def _share(self, source: Source, split: str) -> Share:
         files = self._open(source.prefix)
-        first, last = 0, len(files) if self.sequences_are_documents else files.num_documents
+        count = len(files) if self.sequences_are_documents else files.num_documents
+        documents = 0, count
         if self._data.train_data_path is None:
-            first, last = split_bounds(self._data.split_weights(), last)[SPLITS.index(split)]
-        sequences = first, last
-        if not self.sequences_are_documents:
-            sequences = int(files.documents[first]), int(files.documents[last])
-        num_tokens = int(files.sizes[slice(*sequences)].sum())
-        weight = float(num_tokens) if source.weight is None else source.weight
-        return Share(files, (first, last), sequences, num_tokens, weight)
+            documents = split_bounds(self._data.split_weights(), count)[SPLITS.index(split)]
+        first, last = documents if self.sequences_are_documents else files.documents[list(documents)].tolist()
+        num_tokens = int(files.sizes[first:last].sum())
+        return Share(files, documents, (first, last), num_tokens, source.weight or float(num_tokens))
 
     def _open(self, prefix: str) -> TokenFiles:
         if prefix not in self._opened:

@@ -26,7 +26,6 @@ from megatron01.data.datasets import (
     Share,
     SplitBuilder,
     Splits,
-    TokenFileDataset,
     TokenFiles,
 )
 from megatron01.data.index_cache import Arrays, sampled_digest
@@ -38,7 +37,7 @@ from megatron01.errors import UserError
 _SEPARATE_BELOW = 0.80  # share of an epoch: a last epoch of which less is used is shuffled separately
 
 
-class GPTDataset(TokenFileDataset):
+class GPTDataset(SampleDataset):
     """Samples of ``seq_length`` tokens and the tokens that follow them; sample i is a function of the index alone.
 
     ``batch`` gives int32[b, s] tokens, labels, position_ids and, with ``reset_attention_mask``, document_ids; and
@@ -47,17 +46,9 @@ class GPTDataset(TokenFileDataset):
     ``index`` is from ``build_gpt_index``, or if ``padded`` from ``build_padded_gpt_index``.
     """
 
-    def __init__(
-        self,
-        files: TokenFiles,
-        index: Arrays,
-        config: GPTDataConfig,
-        *,
-        eod: int,
-        padded: bool,
-        samples_per_epoch: float,
-    ) -> None:
-        super().__init__(files, samples_per_epoch)
+    def __init__(self, files: TokenFiles, index: Arrays, config: GPTDataConfig, *, eod: int, padded: bool) -> None:
+        super().__init__([files])
+        self._files = files
         self._documents, self._samples, self._order = index["document"], index["sample"], index["shuffle"]
         self._config = config
         self._eod = eod
@@ -69,16 +60,16 @@ class GPTDataset(TokenFileDataset):
     @property
     def fingerprint(self) -> str:
         arrays = [sampled_digest(array) for array in (self._documents, self._samples, self._order)]
-        digests = [self.files.fingerprint, self._config.seq_length, arrays]
+        digests = [self._files.fingerprint, self._config.seq_length, arrays]
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
-    def make(self, indices: NDArray[np.int64]) -> Samples | None:
-        config, files = self._config, self.files
+    def read(self, indices: NDArray[np.int64]) -> Samples:
+        config, files = self._config, self._files
         shape = (len(indices), config.seq_length)
         text, lengths = np.empty((shape[0], shape[1] + 1), dtype=np.int32), np.empty(shape[0], dtype=np.int32)
         index = (self._order[indices], self._documents, self._samples)
         if not read_samples(*index, files.sizes, files.starts, files.tokens, self._padding, text, lengths):
-            return None
+            raise files.damaged_index()
         tokens = np.ascontiguousarray(text[:, :-1])
         positions = np.arange(shape[1], dtype=np.int32)
         counts = positions < lengths[:, None] - 1  # where the token to predict is not padding
@@ -181,7 +172,7 @@ class _GPTSplits(SplitBuilder):
                 lacking = f"{files.prefix}, whose text was preprocessed without append_eod"
                 self.notes.append(f"{name} has no effect on {lacking}")
 
-    def build(self, share: Share, split: str, num_samples: int) -> GPTDataset | None:
+    def build(self, share: Share, split: str, num_samples: int) -> tuple[GPTDataset, float] | None:
         files, seq_length, eod = share.files, self._data.seq_length, self._tokenizer.eod
         assert eod is not None
         parameters = {"num_samples": num_samples, "seq_length": seq_length}
@@ -189,14 +180,14 @@ class _GPTSplits(SplitBuilder):
         if padded:
             build = partial(build_padded_gpt_index, files.sizes, *share.sequences)
             index = self.cached_index(f"gpt-padded-{split}", share, build, **parameters)
-            samples_per_epoch: float = len(index["sample"])
+            per_epoch: float = len(index["sample"])
         else:
             build = partial(build_gpt_index, files.sizes, *share.sequences)
             index = self.cached_index(f"gpt-{split}", share, build, **parameters, seed=self._seed)
-            samples_per_epoch = share.num_tokens / seq_length
+            per_epoch = share.num_tokens / seq_length
         if not len(index["shuffle"]):
             return None
-        return GPTDataset(files, index, self._data, eod=eod, padded=padded, samples_per_epoch=samples_per_epoch)
+        return GPTDataset(files, index, self._data, eod=eod, padded=padded), per_epoch
 
 
 def build_gpt_datasets(

@@ -144,7 +144,7 @@ class IndexedDataset:
     def _check(self, num_bytes: int, itemsize: int) -> None:
         """Check that lengths, pointers and documents agree with each other and with the ``num_bytes`` of ``.bin``."""
         index_file, token_file = idx_path(self.prefix), bin_path(self.prefix)
-        expected_start, or_more = 0, ""
+        expected_start = 0
         for first in range(0, len(self), _ROWS_PER_CHECK):
             sizes = self.sizes[first : first + _ROWS_PER_CHECK].astype(np.int64)
             starts = self.starts[first : first + _ROWS_PER_CHECK]
@@ -158,9 +158,6 @@ class IndexedDataset:
                     f" {starts[wrong]}, expected 0 or more and byte {expected[wrong]}; copy or preprocess it again"
                 )
             expected_start = int(ends[-1])
-            if expected_start > num_bytes and first + len(sizes) < len(self):
-                or_more = " or more"  # whatever follows, the other file is too short
-                break
         documents = self.documents
         pieces = (documents[first : first + _ROWS_PER_CHECK + 1] for first in range(0, len(documents), _ROWS_PER_CHECK))
         is_rising = all((piece[1:] >= piece[:-1]).all() for piece in pieces)
@@ -171,7 +168,7 @@ class IndexedDataset:
             )
         if num_bytes != expected_start:
             raise UserError(
-                f"{token_file} has {num_bytes} bytes, but {index_file.name} describes {expected_start}{or_more}: a copy"
+                f"{token_file} has {num_bytes} bytes, but {index_file.name} describes {expected_start}: a copy"
                 " was cut short or the files are of two different runs; copy or preprocess the pair again"
             )
 
@@ -246,8 +243,9 @@ class IndexedDatasetBuilder:
     Tokens, lengths and documents go to ``{prefix}.bin.partial``, ``.sizes.partial`` and ``.documents.partial``, so
     memory does not grow with the data. Use it as a context manager: an error inside removes these files, unless
     ``checkpoint`` was called; then they stay, and a builder with ``resume_from`` continues from the checkpoint. Raises
-    UserError if the folder cannot be written, if another process is writing the same pair, or if the files of
-    ``resume_from`` are missing or hold less than it says. Writing raises it when the disk is full.
+    UserError if the folder cannot be written, if another process is writing the same pair, if ``{prefix}.json`` is not
+    the origin of an older pair, or if the files of ``resume_from`` are missing or hold less than it says. Writing
+    raises it when the disk is full.
 
     Args:
         prefix: path of the pair without extension; its folder is created.
@@ -268,6 +266,7 @@ class IndexedDatasetBuilder:
         if not codes:
             raise ValueError(f"tokens of type {np.dtype(dtype)} cannot be stored; expected one of {TOKEN_DTYPES}")
         self._code = codes[0]
+        read_origin(self.prefix)  # refuses what is none, such as a corpus, as ``finalize`` removes an older origin
         self._keep_partial = resume_from is not None
         self.written = state = BuilderState() if resume_from is None else replace(resume_from)  # so far
         # int32, tokens in each sequence; token ids; int64, first sequence of each document and the end of the last.
@@ -437,6 +436,7 @@ class IndexedDatasetBuilder:
 Origin = dict[str, Any]
 
 _MUST_AGREE = ("split_sentences", "append_eod")
+_LARGEST_ORIGIN = 1 << 24  # bytes; a corpus may have the name of an origin, and not fit into memory
 _ADDED_UP = ("documents", "sequences", "tokens", "unknown_tokens")
 
 
@@ -446,15 +446,17 @@ def origin_path(prefix: str) -> Path:
 
 
 def read_origin(prefix: str) -> Origin | None:
-    """The origin of a pair, None without a record. Raises UserError if the file is damaged."""
+    """The origin of a pair, None without a record. Raises UserError if the file is damaged, or no origin."""
     path = origin_path(prefix)
     if not path.is_file():
         return None
-    advice = "preprocess the data again or delete this file"
+    advice = "move it, or delete it if it is a damaged record, or choose another name for the pair"
+    if path.stat().st_size > _LARGEST_ORIGIN:
+        raise UserError(f"{path} is too large for what is recorded about a pair of token files; {advice}")
     origin = files.read_json_object(path, expected=f"what is recorded about a pair of token files; {advice}")
     tokenizer = origin.get("tokenizer")
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("fingerprint"), str):
-        raise UserError(f"{path} is damaged (it has no fingerprint of a tokenizer); {advice}")
+        raise UserError(f"{path} is damaged or something else (it has no fingerprint of a tokenizer); {advice}")
     left_out = origin.get("left_out", {})
     counts = [origin.get(name, 0) for name in _ADDED_UP]
     if not isinstance(left_out, dict) or any(type(count) is not int for count in (*counts, *left_out.values())):

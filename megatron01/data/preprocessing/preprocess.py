@@ -285,7 +285,8 @@ class _Run:
                 progress.update(self.summary, before[end.source] + end.consumed)
         if self.summary.documents == 0:
             reasons = "; ".join(self.summary.rejections()) or "no text at all"
-            raise UserError(f"no usable document in {', '.join(self._config.input)}: {reasons}")
+            inputs = ", ".join(self._config.input)
+            raise UserError(f"no usable document in {inputs}: {reasons}; check input_format and json_keys")
 
     def finish(self) -> None:
         """Rename the outputs to their final names, and write their origins."""

@@ -73,7 +73,7 @@ def test_an_older_pair_stays_until_the_new_one_is_written(tmp_path: Path) -> Non
     prefix = str(tmp_path / "a")
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_sentence([1])
-    write_origin(prefix, {})
+    write_origin(prefix, {"tokenizer": {"fingerprint": "f"}})
     with pytest.raises(Interruption), IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_sentence([2])
         raise Interruption
@@ -82,6 +82,19 @@ def test_an_older_pair_stays_until_the_new_one_is_written(tmp_path: Path) -> Non
     with IndexedDatasetBuilder(prefix, np.uint16) as builder:
         builder.add_sentence([3])
     assert not origin_path(prefix).exists(), "it describes the older pair"
+
+
+@pytest.mark.parametrize("content", ['{"text": "a"}\n{"text": "b"}\n', '{"text": "a"}\n', "large"])
+def test_a_corpus_is_not_taken_for_an_older_origin(tmp_path: Path, content: str) -> None:
+    corpus = tmp_path / "wiki.json"
+    with open(corpus, "w") as file:
+        file.write(content)
+        if content == "large":
+            file.truncate(1 << 25)
+    size = corpus.stat().st_size
+    with pytest.raises(UserError, match=r"wiki\.json .* or choose another name for the pair"):
+        IndexedDatasetBuilder(tmp_path / "wiki", np.uint16)
+    assert names(tmp_path) == ["wiki.json"] and corpus.stat().st_size == size
 
 
 def test_abort_removes_what_a_checkpoint_kept(tmp_path: Path) -> None:

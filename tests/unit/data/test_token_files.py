@@ -54,6 +54,19 @@ def test_replacing_a_file_does_no_harm_here_and_is_refused_in_another_process(
         pickle.loads(parcel)
 
 
+def test_files_that_are_open_when_python_ends(
+    write_pair: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = TokenFiles(write_pair(DOCUMENTS), tmp_path / "cache")
+    descriptors = files._descriptors
+    monkeypatch.setattr("megatron01.data.datasets.os", None)  # as modules are then
+    files.__del__()
+    files._descriptors = []
+    for descriptor in descriptors:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+
+
 def test_fingerprint_is_of_the_content(write_pair: Callable[..., str], tmp_path: Path) -> None:
     def fingerprint(prefix: str) -> str:
         return TokenFiles(prefix, tmp_path / "cache").fingerprint

@@ -50,5 +50,5 @@ def test_recorded_vocabulary(write_pair: Callable[..., str], gpt2_tokenizer: Tok
     with pytest.raises(UserError, match="made with another vocabulary"):
         open_data(prefix, gpt2_tokenizer)
     origin.write_text("{")
-    with pytest.raises(UserError, match=r"\.json is not JSON .* preprocess the data again or delete this file"):
+    with pytest.raises(UserError, match=r"\.json is not JSON .* move it, or delete it"):
         open_data(prefix, gpt2_tokenizer)
