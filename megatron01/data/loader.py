@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from megatron01.data.datasets import SampleDataset
+from megatron01.data.index_cache import Arrays
 from megatron01.errors import UserError
 from megatron01.utils.signals import is_main_thread, leave_signals_to_parent
 
@@ -62,35 +63,18 @@ class BlockOrder(Sampler[NDArray[np.int64]]):
             yield places + (lasts - ends)[segments]
 
 
-class _Arrays:
-    """A batch of arrays in transit from a worker process: they are copied through a pipe.
-
-    Tensors would go through shared memory, which takes several times longer for batches of up to megabytes.
-    """
-
-    def __init__(self, by_name: Mapping[str, NDArray[Any]]) -> None:
-        self._by_name = by_name
-
-    def tensors(self) -> Batch:
-        return dict(zip(self._by_name, map(torch.from_numpy, self._by_name.values()), strict=True))
-
-    def pin_memory(self, device: object = None) -> Batch:
-        """Called by the DataLoader's own thread where there is a GPU."""
-        return {name: tensor.pin_memory() for name, tensor in self.tensors().items()}
-
-
-class _Batches(Dataset[_Arrays | Exception]):
+class _Batches(Dataset[Arrays | Exception]):
     """A dataset of whole batches, for worker processes. Errors are returned, to be raised by the receiving process."""
 
     def __init__(self, source: SampleSource) -> None:
         self._source = source
 
-    def __getitem__(self, indices: NDArray[np.int64]) -> _Arrays | Exception:
+    def __getitem__(self, indices: NDArray[np.int64]) -> Arrays | Exception:
         try:
             if isinstance(self._source, SampleDataset):
-                return _Arrays(self._source.collate(self._source.batch(indices)))
+                return self._source.collate(self._source.batch(indices))
             samples = [self._source[index] for index in indices.tolist()]
-            return _Arrays({key: np.stack([sample[key] for sample in samples]) for key in samples[0]})
+            return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
         except Exception as error:  # any: a dataset may be the user's own
             where = f"samples {indices[0]} to {indices[-1]}"
             if isinstance(error, UserError):
@@ -131,16 +115,17 @@ class BatchLoader:
                 f" takes {micro_batch_size * num_replicas}; ask for more samples or stop earlier"
             )
         self._source = dataset
+        self._pins = torch.cuda.is_available()  # so that copies to the GPU need not be waited for
         self._workers: list[BaseProcess] = []
-        self._loader: DataLoader[_Arrays | Batch | Exception] = DataLoader(
+        self._loader: DataLoader[Arrays | Exception] = DataLoader(
             _Batches(dataset),
             sampler=self._order,
             batch_size=None,  # an element of the sampler is a batch already
+            collate_fn=lambda batch: batch,  # arrays, which are copied through a pipe: shared memory is slower
             num_workers=num_workers,
             prefetch_factor=_BATCHES_PER_WORKER if num_workers else None,
             persistent_workers=num_workers > 0,
             multiprocessing_context="fork" if num_workers else None,  # indices of gigabytes are shared, not copied
-            pin_memory=torch.cuda.is_available(),
             worker_init_fn=_start_worker,
             generator=torch.Generator(),  # so that iter() draws no seed from the global one (dropout's)
         )
@@ -167,9 +152,12 @@ class BatchLoader:
                 ) from error
             if isinstance(batch, Exception):
                 raise batch
-            yield batch.tensors() if isinstance(batch, _Arrays) else batch
+            tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
+            if self._pins:
+                tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+            yield tensors
 
-    def _start(self) -> Iterator[_Arrays | Batch | Exception]:
+    def _start(self) -> Iterator[Arrays | Exception]:
         before = multiprocessing.active_children()
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(self._loader)
