@@ -504,7 +504,7 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> IndexedDataset:
         raise UserError("no input is given; expected the paths of .bin/.idx pairs without extension")
     for path in (bin_path(output_prefix), idx_path(output_prefix), origin_path(output_prefix)):
         if path.exists():
-            raise UserError(f"{path} exists; delete it first, or choose another output_prefix")
+            raise UserError(f"{path} exists; choose another output_prefix, or delete it first if it is an older pair's")
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     first = datasets[0]
     for dataset in datasets[1:]:

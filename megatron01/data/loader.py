@@ -24,8 +24,6 @@ from megatron01.utils.signals import is_main_thread, leave_signals_to_parent
 
 _BATCHES_PER_WORKER = 4  # prepared in advance
 
-Batch = dict[str, torch.Tensor]
-
 
 class SampleSource(Protocol):
     """Samples by index; a ``SampleDataset`` is read in whole batches."""
@@ -133,7 +131,7 @@ class BatchLoader:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         batches = self._start()
         while True:
             try:

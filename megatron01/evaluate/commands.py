@@ -24,7 +24,6 @@ from megatron01.evaluate.generation import (
     fill_masks,
     generate_steps,
     pieces,
-    text_generator,
 )
 from megatron01.evaluate.generation import generate as generate_tokens
 from megatron01.evaluate.perplexity import read_documents, read_held_out, token_losses
@@ -54,7 +53,7 @@ def generate(config: GenerateConfig) -> None:
     jobs = [(text, _encode(text, model, tokenizer)) for text in texts for _ in range(config.num_samples)]
     lines = []
     for batch in _in_batches(enumerate(jobs), config.batch_size):
-        generators = [text_generator(config.seed, number) for number, _ in batch]
+        generators = [np.random.default_rng([config.seed, number]) for number, _ in batch]
         prompts = [prompt for _, (_, prompt) in batch]
         continuations = generate_tokens(model, prompts, generators=generators, **settings)
         for (number, (text, prompt)), ids in zip(batch, continuations, strict=True):
@@ -173,7 +172,8 @@ def _interactive(config: GenerateConfig, model: GPT2, tokenizer: Tokenizer, sett
             print(f"error: {error}", file=sys.stderr)
             continue
         for _ in range(config.num_samples):
-            steps = generate_steps(model, [prompt], generators=[text_generator(config.seed, number)], **settings)
+            generator = np.random.default_rng([config.seed, number])
+            steps = generate_steps(model, [prompt], generators=[generator], **settings)
             number += 1
             print(text, end="", flush=True)
             for piece in pieces(prompt, (token for (token,) in steps if token is not None), tokenizer):

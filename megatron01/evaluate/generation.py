@@ -33,11 +33,6 @@ class Sampling:
     top_p: float = 1.0  # keep the fewest most likely tokens whose probabilities sum to this; 1: all
 
 
-def text_generator(seed: int, text: int) -> np.random.Generator:
-    """Random generator of one text of a run, by its number."""
-    return np.random.default_rng([seed, text])
-
-
 def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.random.Generator]) -> torch.Tensor:
     """Choose a token for each row of logits, (b, v) of any floating type: (b,) int64, on their device.
 
@@ -83,7 +78,7 @@ def generate_steps(
     Args:
         model: in evaluation mode, on any device.
         prompts: token ids, at least one each and at most the model's positions; lengths may differ.
-        generators: one for each prompt, unless ``sampling.greedy``.
+        generators: one for each prompt, unless ``sampling.greedy``: its draws are those of the prompt alone.
     """
     num_positions = model.config.max_position_embeddings
     lengths = [len(prompt) for prompt in prompts]

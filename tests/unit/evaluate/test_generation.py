@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from megatron01.convert.huggingface import to_hf_config
-from megatron01.evaluate.generation import Sampling, choose, generate, generate_steps, text_generator
+from megatron01.evaluate.generation import Sampling, choose, generate, generate_steps
 from megatron01.models.layers import KeyValueCache
 from tests.unit.convert.trained import to_hf
 
@@ -76,7 +76,7 @@ def test_sampling_is_the_same_alone_and_in_a_batch(gpt2):
     sampling = Sampling(temperature=1.3, top_k=20, top_p=0.95)
 
     def draw(prompts, first):
-        generators = [text_generator(7, first + index) for index in range(len(prompts))]
+        generators = [np.random.default_rng([7, first + index]) for index in range(len(prompts))]
         return generate(gpt2, prompts, max_new_tokens=10, sampling=sampling, generators=generators)
 
     together = draw(PROMPTS, 0)
@@ -111,7 +111,7 @@ def test_tokens_come_one_by_one(gpt2):
 def test_shares_of_draws(sampling, expected):
     count = 2000
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().expand(count, -1)
-    generators = [text_generator(0, index) for index in range(count)]
+    generators = [np.random.default_rng([0, index]) for index in range(count)]
     shares = np.bincount(choose(logits, sampling, generators).numpy(), minlength=4) / count
     np.testing.assert_allclose(shares, expected, atol=0.05)
     assert all((share == 0) == (wanted == 0) for share, wanted in zip(shares, expected, strict=True))
@@ -126,7 +126,7 @@ def test_shares_of_draws(sampling, expected):
 )
 def test_a_draw_is_always_one_of_the_kept(logits, temperature, top_k, top_p, seed):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    token = int(choose(torch.tensor([logits]), sampling, [text_generator(seed, 0)]))
+    token = int(choose(torch.tensor([logits]), sampling, [np.random.default_rng([seed, 0])]))
     probabilities = torch.softmax(torch.tensor(logits).double() / temperature, 0)
     better = probabilities[probabilities > probabilities[token]]
     assert not top_k or len(better) < top_k
