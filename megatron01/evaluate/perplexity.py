@@ -165,11 +165,22 @@ def _encoded(documents: list[str], tokenizer: Tokenizer, limit: int | None) -> N
         if limit is not None and len(tokens) > limit:
             break
         some = documents[first : first + _DOCUMENTS_AT_ONCE]
-        for index, ids in enumerate(tokenizer.encode_batch(some), start=first):
+        encoded = (
+            tokenizer.encode_batch(some) if limit is None else [_beginning(text, tokenizer, limit) for text in some]
+        )
+        for index, ids in enumerate(encoded, start=first):
             if index and tokenizer.eod is not None:
                 tokens.append(tokenizer.eod)
             tokens += ids
     return np.array(tokens, dtype=np.int64)
+
+
+def _beginning(text: str, tokenizer: Tokenizer, limit: int) -> list[int]:
+    """Tokens of a text; of a long one, which takes gigabytes to encode, twice ``limit`` or more from its beginning."""
+    length = 8 * limit
+    while len(tokens := tokenizer.encode(text[:length])) < 2 * limit and length < len(text):
+        length *= 2
+    return tokens
 
 
 def _decoded(tokens: NDArray[np.integer], tokenizer: Tokenizer) -> list[str]:
