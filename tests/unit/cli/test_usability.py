@@ -82,6 +82,12 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         (BERT.config_class, "--bert-no-binary-head", "here it is --objective"),
         (GPT.config_class, "--gradient-checkpointing", "here it is --recompute-activations"),
         (GPT.config_class, "--hiden-size", "did you mean '--hidden-size'?"),
+        (
+            GPT.config_class,
+            "--on-damaged-checkpoint",
+            "it was removed: a damaged checkpoint is skipped, with a warning",
+        ),
+        (GPT.config_class, "--dead_threshold", "it was removed: step_bound has its effect"),
         (GenerateConfig, "--checkpoint", "here it is --load"),
         (GenerateConfig, "--file", "here it is --input or --text"),
         (GenerateConfig, "--max-length", "here it is --max-new-tokens"),
@@ -110,6 +116,7 @@ def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, 
         ("--optimizer", ".Own", "optimizer is '.Own'; expected package.module.Class"),
         ("--split", "inf,1", "split is 'inf,1'; expected up to three finite numbers"),
         ("--distributed-timeout-minutes", "1e9", "expected a positive number, at most 525600 (a year)"),
+        ("--lr", "1e99", "lr is 1e+99; expected a number from 0 to 1000000"),
         ("--train-iters", "1e17", "train_iters is 100000000000000000; expected a positive number, at most 100000000"),
     ],
 )
@@ -124,6 +131,11 @@ def test_a_configuration_without_its_flag_is_recognized() -> None:
         UserError, match="unexpected argument 'gpt2/117m'; a configuration is given as --config gpt2/117m"
     ):
         of(GPT.config_class, "gpt2/117m")
+
+
+def test_a_flag_without_value_that_is_given_one() -> None:
+    with pytest.raises(UserError, match="'false'; a setting is turned on as --NAME and off as --no-NAME"):
+        of(GPT.config_class, "--tf32", "false")
 
 
 def test_former_names_are_understood_and_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
