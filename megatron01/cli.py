@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,41 +20,30 @@ from megatron01.utils.files import SHIPPED
 from megatron01.utils.signals import StopRequest
 
 
-def _command(help: str, settings: str, function: str, *, interruptible: bool = False) -> Command:
-    """A command that calls a function with the settings of its command line.
+def _find(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(f"megatron01.{module}"), name)
+
+
+def _command(help: str, function: str, settings: str = "", *, interruptible: bool = False) -> Command:
+    """A command whose function and settings are imported when it runs.
 
     Args:
-        settings: settings class, as MODULE:NAME below this package, imported when the command runs.
-        function: the command's function, in the same form; an integer that it returns is the exit status.
+        function: MODULE:NAME below this package; an integer that it returns is the exit status.
+        settings: settings class that it takes, in the same form; without, it takes arguments and "megatron01 NAME".
         interruptible: signals raise ``Stopped`` in it.
     """
 
     def run(argv: Sequence[str], prog: str) -> int | None:
-        config = parse(_find(settings), argv, prog=prog, description=help)
-        call: Callable[[Any], object] = _find(function)
-        if interruptible:
-            with StopRequest(None) as stop, stop.interrupting():
-                result = call(config)
-        else:
-            result = call(config)
+        given = (parse(_find(settings), argv, prog=prog, description=help),) if settings else (argv, prog)
+        call = _find(function)
+        with contextlib.ExitStack() as stack:
+            if interruptible:
+                stack.enter_context(stack.enter_context(StopRequest(None)).interrupting())
+            result = call(*given)
         return result if isinstance(result, int) else None
 
     return Command(help, run)
-
-
-def _delegate(help: str, function: str) -> Command:
-    """A command whose function, MODULE:NAME below this package, parses its own command line."""
-
-    def run(argv: Sequence[str], prog: str) -> int | None:
-        call: Callable[[Sequence[str], str], int | None] = _find(function)
-        return call(argv, prog)
-
-    return Command(help, run)
-
-
-def _find(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(import_module(f"megatron01.{module}"), name)
 
 
 def _of_folder(help: str, function: str) -> Command:
@@ -81,15 +70,6 @@ _OF_CHECKPOINTS = {
         "Read all files of a folder's checkpoints, or of one, and compare their hashes.", "checkpoint.command:verify"
     ),
 }
-
-
-def checkpoint(argv: Sequence[str], prog: str) -> None:
-    """``megatron01 checkpoint``: runs a sub-command.
-
-    Raises UserError for a wrong command line, a folder without checkpoints, or one that is damaged.
-    """
-    dispatch(_OF_CHECKPOINTS, argv, prog, arguments="FOLDER")
-
 
 _COMPLETION = {
     "bash": """\
@@ -199,13 +179,12 @@ def _launch(argv: Sequence[str], prog: str) -> None:
     os.execvpe("bash", ["bash", str(SHIPPED / "launch" / _LAUNCHERS[argv[0]]), *argv[1:]], environment)
 
 
-def _version(argv: Sequence[str], prog: str) -> None:
-    print(f"megatron01 {__version__}")
-
-
 COMMANDS: dict[str, Command] = {
-    "checkpoint": Command("List checkpoints, show what one holds, and verify that they are whole.", checkpoint),
-    "compare": _delegate(
+    "checkpoint": Command(
+        "List checkpoints, show what one holds, and verify that they are whole.",
+        lambda argv, prog: dispatch(_OF_CHECKPOINTS, argv, prog, arguments="FOLDER"),
+    ),
+    "compare": _command(
         "Compare runs: losses over steps, tokens, time and bytes, and what they sent.", "compare.command:compare"
     ),
     "complete": Command("", _complete),  # for the scripts of ``completion``; not listed
@@ -213,58 +192,58 @@ COMMANDS: dict[str, Command] = {
     "configs": Command("List the shipped configurations, or print one.", _configs),
     "convert": _command(
         "Convert models to and from Hugging Face's format, and from Megatron-LM's.",
-        "config.commands:ConvertConfig",
         "convert.formats:convert",
+        "config.commands:ConvertConfig",
     ),
-    "data": _delegate("Merge, inspect and verify token files; make those of the shipped corpus.", "data.commands:data"),
+    "data": _command("Merge, inspect and verify token files; make those of the shipped corpus.", "data.commands:data"),
     "doctor": _command(
         "Check the machines of a job and measure their network, alone or under srun, torchrun or mpirun.",
-        "config.commands:DoctorConfig",
         "doctor.command:doctor",
+        "config.commands:DoctorConfig",
     ),
     "fill-mask": _command(
-        "Fill the masks of texts with a BERT.", "config.commands:FillMaskConfig", "evaluate.commands:fill_mask"
+        "Fill the masks of texts with a BERT.", "evaluate.commands:fill_mask", "config.commands:FillMaskConfig"
     ),
     "generate": _command(
-        "Continue texts with a GPT-2.", "config.commands:GenerateConfig", "evaluate.commands:generate"
+        "Continue texts with a GPT-2.", "evaluate.commands:generate", "config.commands:GenerateConfig"
     ),
     "glue": _command(
         "Fine-tune a BERT on the tasks of GLUE, and compare with published results.",
-        "config.commands:GlueConfig",
         "finetune.glue:glue",
+        "config.commands:GlueConfig",
         interruptible=True,
     ),
     "launch": Command("Run a launch script: torchrun, mpirun, SLURM, the quick start.", _launch),
     "perplexity": _command(
         "Measure how well a GPT-2 predicts held-out text.",
-        "config.commands:PerplexityConfig",
         "evaluate.commands:perplexity",
+        "config.commands:PerplexityConfig",
     ),
-    "plan": _delegate(
+    "plan": _command(
         "Forecast how long a run takes on a cluster, and which way to train is quickest.", "plan.command:plan"
     ),
     "preprocess": _command(
         "Tokenize text into the .bin/.idx files that training reads.",
-        "config.commands:PreprocessConfig",
         "data.preprocessing.preprocess:preprocess",
+        "config.commands:PreprocessConfig",
         interruptible=True,
     ),
-    "pretrain": _delegate(
+    "pretrain": _command(
         "Pretrain a GPT-2 or a BERT; as one process, or under torchrun, srun or mpirun.", "pretraining:pretrain_command"
     ),
-    "schedule": _delegate(
+    "schedule": _command(
         "Show when a run synchronizes and what each step sends, without training.", "plan.command:schedule"
     ),
     "squad": _command(
-        "Fine-tune a BERT on SQuAD 1.1.", "config.commands:SquadConfig", "finetune.squad:squad", interruptible=True
+        "Fine-tune a BERT on SQuAD 1.1.", "finetune.squad:squad", "config.commands:SquadConfig", interruptible=True
     ),
     "train-tokenizer": _command(
         "Make a vocabulary from text.",
-        "data.train_tokenizer:TrainTokenizerConfig",
         "data.train_tokenizer:train_tokenizer",
+        "data.train_tokenizer:TrainTokenizerConfig",
     ),
-    "version": Command("Print the version.", _version),
-    "watch": _delegate("Follow a run in the terminal.", "compare.watch:watch"),
+    "version": Command("Print the version.", lambda argv, prog: print(f"megatron01 {__version__}")),
+    "watch": _command("Follow a run in the terminal.", "compare.watch:watch"),
 }
 
 

@@ -3,9 +3,11 @@ from __future__ import annotations
 import pytest
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
-from megatron01.cli import checkpoint
+from megatron01.cli import COMMANDS
 from megatron01.errors import UserError
 from tests.unit.checkpoint.saved import flip_bit, one_replica, save
+
+checkpoint = COMMANDS["checkpoint"].run
 
 
 @pytest.fixture
