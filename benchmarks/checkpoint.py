@@ -114,7 +114,7 @@ class _Replica:
     def _save(self, writer: CheckpointWriter) -> dict[str, float]:
         step = median(seconds_of(self._step) for _ in range(STEPS))
         self._iteration += 1
-        self._group.barrier()
+        self._group.any(False)
         began = time.perf_counter()
         writer.save(self._iteration, self._state, training_continues=True)
         stall = time.perf_counter() - began

@@ -33,11 +33,6 @@ def describe_file(path: Path) -> StoredFile:
         return StoredFile(file.tell(), digest)
 
 
-def _content(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
-
-
 def check_contents(checkpoint: Path, files: Mapping[str, StoredFile], names: Iterable[str]) -> None:
     """Read the files ``names`` of a checkpoint and compare their hashes.
 
@@ -134,7 +129,8 @@ def read_tracker(folder: Path) -> int | None:
     """
     tracker = folder / TRACKER_NAME
     try:
-        text = _content(tracker).decode("ascii", errors="replace").strip()
+        with open_regular(tracker) as file:
+            text = file.read().decode("ascii", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -282,8 +278,8 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     path = checkpoint / METADATA_NAME
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
-    with damage_named(path):
-        entries = json.loads(_content(path))
+    with damage_named(path), open_regular(path) as content:
+        entries = json.load(content)
         version = entries["format_version"]
         if version != FORMAT_VERSION:
             raise UserError(
@@ -325,8 +321,8 @@ def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     for name in files:
         if name in ("", ".", "..", METADATA_NAME) or "/" in name or not name.isprintable():
             raise ValueError(f"{name[:50]!r} is not the name of a file in the folder")
-    metadata = CheckpointMetadata(**{**entries, "parameters": parameters, "files": files})
-    return dataclasses.replace(metadata, replicas=tuple(metadata.replicas))
+    replicas = tuple(entries["replicas"])
+    return CheckpointMetadata(**{**entries, "parameters": parameters, "files": files, "replicas": replicas})
 
 
 def _content_hash(entries: Mapping[str, Any]) -> str:

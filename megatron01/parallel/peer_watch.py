@@ -47,10 +47,14 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
         try:
             while error is None:
                 is_last = is_stopping.wait(SECONDS_BETWEEN_ROUNDS)
-                rows = _round(group, rounds, is_last)
-                if any(leaving for _, _, leaving in rows):
+                own = torch.tensor([group.progress.count, group.progress.seconds, is_last], dtype=torch.float64)
+                received = torch.empty(group.world_size, 3, dtype=torch.float64)
+                # all-to-all, not a ring: every rank is connected to every other, and notices at once that one is gone
+                dist.all_to_all_single(received, own.repeat(group.world_size, 1), group=rounds)
+                counts, seconds, leaving = received.T.tolist()
+                if any(leaving):
                     return
-                error = hung(group, timeout, [count for count, _, _ in rows], max(seconds for _, seconds, _ in rows))
+                error = hung(group, timeout, counts, max(seconds))
         except RuntimeError as failure:
             if is_stopping.is_set():
                 return
@@ -70,17 +74,6 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
     finally:
         is_stopping.set()
     thread.join()  # not after an error
-
-
-def _round(group: ReplicaGroup, rounds: dist.ProcessGroup, is_last: bool) -> list[list[float]]:
-    """All-gather of each rank's ``Progress`` count and seconds, and 1 if it is leaving: the same on all ranks."""
-    progress, size = group.progress, group.world_size
-    own = torch.tensor([progress.count, progress.seconds, is_last], dtype=torch.float64)
-    received = torch.empty(size, 3, dtype=torch.float64)
-    # all-to-all, not a ring: every rank is connected to every other, and notices at once that one is gone
-    dist.all_to_all_single(received, own.repeat(size, 1), group=rounds)
-    rows: list[list[float]] = received.tolist()
-    return rows
 
 
 def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], seconds: float) -> LostReplica | None:

@@ -85,10 +85,6 @@ class ReplicaGroup:
         """The ranks of this node, by local rank."""
         return next(node for node in self.nodes if self.rank in node)
 
-    def barrier(self) -> None:
-        """Wait until every rank has called it."""
-        self._all_gather_row(torch.zeros(1, dtype=torch.uint8), self.control_group, "a barrier")
-
     def sum(self, value: float) -> float:
         """Sum over the ranks, in fp64 and in rank order: the same bits on all ranks. Collective."""
         total = 0.0

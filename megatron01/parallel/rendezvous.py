@@ -259,11 +259,11 @@ def require_shared(folder: str | Path, group: ReplicaGroup, *, timeout: float = 
         if group.is_first:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                probe.write_text(token)
+                probe.touch()
             except OSError as error:
                 raise UserError(f"cannot write into {folder} on {group.hosts[0]}: {error.strerror}") from None
     try:
-        found = group.gather(_finds(probe, token, timeout))
+        found = group.gather(_finds(probe, timeout))
     finally:
         if group.is_first:
             probe.unlink(missing_ok=True)
@@ -276,15 +276,12 @@ def require_shared(folder: str | Path, group: ReplicaGroup, *, timeout: float = 
         )
 
 
-def _finds(probe: Path, token: str, timeout: float) -> bool:
+def _finds(probe: Path, timeout: float) -> bool:
     deadline = time.monotonic() + timeout
     while True:
-        try:
-            os.listdir(probe.parent)  # makes network file systems refresh their cache
-            if probe.read_text() == token:
+        with suppress(OSError):
+            if probe.name in os.listdir(probe.parent):  # unlike stat, it makes network file systems refresh their cache
                 return True
-        except OSError:
-            pass
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.2)

@@ -126,7 +126,7 @@ def choose(
 # Measurements for the cost model: compute time of a step, network links, memory bandwidth.
 
 _REPETITIONS = 3  # timed, after one warm-up
-_SMALLEST, _LARGEST = 1 << 16, 1 << 25  # bytes of all-reduces that are timed
+_SIZES = [1 << exponent for exponent in range(16, 28, 2)]  # bytes of all-reduces that are timed
 _LONG_ENOUGH = 0.1  # seconds of an all-reduce that give a reliable rate
 _COPIED = 1 << 25  # bytes
 _SHORT_EXCHANGE = 1 << 10  # elements of each replica's share, whose transfer time is negligible
@@ -148,14 +148,17 @@ def time_link(group: dist.ProcessGroup, device: torch.device) -> Link:
 
     Sizes grow until one takes long enough; all ranks use the times of the slowest.
     """
+
+    def time_all_reduce(num_bytes: int) -> list[float]:
+        values = torch.zeros(num_bytes // 4, device=device)
+        return _slowest(_medians(device, lambda: dist.all_reduce(values, group=group))[0], group, device)
+
     size = dist.get_world_size(group)
-    latency = _all_reduce_seconds(4, group, device)[0] / (2 * (size - 1))
-    num_bytes = _SMALLEST
-    while True:
-        seconds, processor = _all_reduce_seconds(num_bytes, group, device)
-        if seconds > _LONG_ENOUGH or num_bytes >= _LARGEST:
+    latency = time_all_reduce(4)[0] / (2 * (size - 1))
+    for num_bytes in _SIZES:
+        seconds, processor = time_all_reduce(num_bytes)
+        if seconds > _LONG_ENOUGH:
             break
-        num_bytes *= 4
     moved = 2 * (size - 1) / size * num_bytes
     on_link = seconds - 2 * (size - 1) * latency
     if device.type == "cpu":
@@ -177,21 +180,14 @@ def time_exchange(group: dist.ProcessGroup, device: torch.device) -> float:
     layout = BlockLayout(blocks, _SHORT_EXCHANGE)
     exchange = OneBitAllReduce(layout, transport, active=layout.real_elements())
     value = torch.zeros(layout.num_elements, device=device)
-    [(seconds, _)] = _medians(device, lambda: exchange.all_reduce(value), repetitions=_EXCHANGES)
-    return _agreed(seconds, group, device)
+    [times] = _medians(device, lambda: exchange.all_reduce(value), repetitions=_EXCHANGES)
+    return _slowest(times, group, device)[0]
 
 
 def beyond_messages(exchange_seconds: float, cluster: Cluster) -> float:
     """Seconds of ``time_exchange`` that message latencies do not explain, at least 0."""
     across = cluster.across(0.0, hierarchical=False)
     return max(0.0, exchange_seconds - 2 * across.seconds)
-
-
-def _all_reduce_seconds(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
-    """Median wall-clock seconds of an all-reduce, and CPU seconds of all threads; each the maximum over the ranks."""
-    values = torch.zeros(num_bytes // 4, device=device)
-    [(seconds, processor)] = _medians(device, lambda: dist.all_reduce(values, group=group))
-    return _agreed(seconds, group, device), _agreed(processor, group, device)
 
 
 def _medians(
@@ -211,11 +207,11 @@ def _medians(
     return medians
 
 
-def _agreed(value: float, group: dist.ProcessGroup, device: torch.device) -> float:
-    """The maximum over the ranks, so that all take the same decisions."""
-    largest = torch.tensor([value], dtype=torch.float32, device=device)
+def _slowest(seconds: list[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Element-wise maximum over the ranks, so that all take the same decisions."""
+    largest = torch.tensor(seconds, dtype=torch.float32, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return float(largest.item())
+    return largest.tolist()
 
 
 def _now(device: torch.device) -> float:

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron01.checkpoint.manifest import existing_folder, read_metadata
 from megatron01.checkpoint.storage import damage_named
-from megatron01.config import PretrainConfig
+from megatron01.config import PretrainConfig, TrainingConfig
 from megatron01.data import BatchLoader
 from megatron01.data.datasets import SPLITS, SampleCounts, Splits
 from megatron01.errors import require
@@ -85,14 +85,12 @@ def saved_progress(start: tuple[Path, int] | None) -> Progress:
 def build_in_order(
     build: Callable[[SampleCounts], Splits[Any]],
     progress: Progress,
-    *,
-    train_iters: int,
+    training: TrainingConfig,
     global_batch_size: int,
-    eval_iters: int,
 ) -> tuple[Splits[Any], DataOrder]:
     """The datasets of the rest of a run, which ``build`` makes, and the order in which training goes through them."""
-    held_out = eval_iters * global_batch_size
-    remaining = max(0, train_iters - progress.iteration) * global_batch_size
+    held_out = training.eval_iters * global_batch_size
+    remaining = max(0, training.train_iters - progress.iteration) * global_batch_size
     first_sample = progress.order.first_sample if progress.order else 0
     wanted = progress.consumed_samples - first_sample + remaining
     datasets = build(SampleCounts(max(wanted, global_batch_size), held_out, held_out))
@@ -127,13 +125,7 @@ class RunData:
         training = config.training
         batch_size = training.resolved_global_batch_size(tp_ranks.num_replicas)
         self._config, self._device, self._tp_ranks = config, group.device, tp_ranks
-        self.datasets, self.order = build_in_order(
-            build,
-            progress,
-            train_iters=training.train_iters,
-            global_batch_size=batch_size,
-            eval_iters=training.eval_iters,
-        )
+        self.datasets, self.order = build_in_order(build, progress, training, batch_size)
         steps = training.train_iters - progress.iteration
         if steps > 0:
             wanted = progress.consumed_samples - self.order.first_sample + steps * batch_size

@@ -6,7 +6,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron01.parallel import (
     initialize,
     lost_replica,
 )
+from megatron01.parallel.process_groups import format_places
 from megatron01.parallel.rendezvous import require_shared
 from megatron01.training.consistency import ReplicasDiverged, settings_digest
 from megatron01.training.data import build_in_order, saved_progress
@@ -54,15 +55,10 @@ def prepare(config: PretrainConfig, environment: LaunchEnvironment, build_datase
     num_replicas = max(1, environment.world_size // config.distributed.tensor_model_parallel_size)
     batch_size = training.global_batch_size or training.micro_batch_size * num_replicas
     # the choice that the ranks of the run will make together, made by this process alone
-    with initialize(LaunchEnvironment.read({}), DistributedConfig(distributed_backend="gloo")) as alone:
+    with initialize(LaunchEnvironment(), DistributedConfig(distributed_backend="gloo")) as alone:
         start, start_notes = choose_start(config.checkpoint, alone)
-    progress = saved_progress(start)
     datasets, _ = build_in_order(
-        lambda counts: build_datasets(config, tokenizer, counts),
-        progress,
-        train_iters=training.train_iters,
-        global_batch_size=batch_size,
-        eval_iters=training.eval_iters,
+        lambda counts: build_datasets(config, tokenizer, counts), saved_progress(start), training, batch_size
     )
     if environment.rank == 0:
         for note in (*start_notes, *datasets.notes):
@@ -129,7 +125,7 @@ def pretrain(
             ExitStack() as leaving,
         ):
             # building indices may take hours; complete ones are in the cache at the next start
-            with stop.interrupting(), _faults_as_user_errors(lambda: "before the first step"):
+            with stop.interrupting(), _faults_as_user_errors(group):
                 if config.checkpoint.save is not None and group.world_size > 1:
                     require_shared(config.checkpoint.save, group)
                 # may have to wait for the end of another job
@@ -137,25 +133,14 @@ def pretrain(
                     written = [config.checkpoint.save, config.logging.run_dir] if group.is_first else []
                     folders = leaving.enter_context(OwnedFolders(list(filter(None, written)), say))
                 trainer = Trainer(config, environment, group, build_datasets, build_model, forward_step, folders)
-            is_done = _train(trainer, stop, group)
+            with trainer.recorder, trainer.checkpoints, _faults_as_user_errors(group, trainer):
+                is_done = trainer.train(stop)
             del trainer
             gc.collect()  # frees what uses the process group before the group is closed
     except Stopped as stopped:
         say(f"stopped before the first step: {stopped}")
         return config.training.stopped_exit_code
     return 0 if is_done else config.training.stopped_exit_code
-
-
-def _train(trainer: Trainer, stop: StopRequest, group: ReplicaGroup) -> bool:
-    """Run the training loop; True if all steps are done. Failures become one-line errors that name the iteration."""
-    now = _faults_as_user_errors(lambda: f"in iteration {trainer.iteration + 1}")
-    with trainer.recorder, trainer.checkpoints, now:
-        try:
-            return trainer.train(stop)
-        except TrainingDiverged as error:
-            ranks = [rank for rank, is_here in enumerate(group.gather(error.is_here)) if is_here]
-            places = ", ".join(f"rank {rank} on {group.hosts[rank]}" for rank in ranks[:8])
-            raise UserError(f"{error} ({places})" if group.world_size > 1 else str(error), scope="job") from error
 
 
 @contextmanager
@@ -178,10 +163,18 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _faults_as_user_errors(when: Callable[[], str]) -> Iterator[None]:
-    """Turn failed collectives and faults of files into one-line errors that say when."""
+def _faults_as_user_errors(group: ReplicaGroup, trainer: Trainer | None = None) -> Iterator[None]:
+    """Turn diverged training, failed collectives and faults of files into one-line errors that say when and where."""
+
+    def when() -> str:
+        return "before the first step" if trainer is None else f"in iteration {trainer.iteration + 1}"
+
     try:
         yield
+    except TrainingDiverged as error:
+        ranks = [rank for rank, is_here in enumerate(group.gather(error.is_here)) if is_here]
+        places = f" ({format_places(ranks, group.hosts)})" if group.world_size > 1 else ""
+        raise UserError(f"{error}{places}", scope="job") from error
     except ReplicasDiverged as error:
         raise FaultError(str(error), scope="job") from error
     except DamagedPayload as error:

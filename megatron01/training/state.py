@@ -45,9 +45,6 @@ from megatron01.training.health import Health
 # The optimizer's state: bit-exact resume on the same layout, else the average of the saved replicas.
 
 
-_SENT = ("comm_bytes", "comm_bytes_between_nodes")
-
-
 @dataclass(frozen=True)
 class NamedState:
     """The state of an optimizer as slices by parameter name, of the elements that this process holds by ``layout``.
@@ -132,12 +129,11 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
         own: dict[str, Any] = saved.replicas[rank % saved.world_size]["meter"]
         return own
     first = tp_ranks.replica % saved.num_replicas * saved.tensor_model_parallel_size
-    states = [saved.replicas[first + rank]["meter"] for rank in range(saved.tensor_model_parallel_size)]
-    totals = {
-        kind: states[0][kind] | {key: sum(state[kind][key] for state in states) // tp_ranks.size for key in _SENT}
-        for kind in ("run", "line")
-    }
-    shared: dict[str, Any] = states[0] | totals
+    states = [values["meter"] for values in saved.replicas[first : first + saved.tensor_model_parallel_size]]
+    shared = dict(states[0])
+    for kind in ("run", "line"):
+        sent = ("comm_bytes", "comm_bytes_between_nodes")
+        shared[kind] = shared[kind] | {key: sum(state[kind][key] for state in states) // tp_ranks.size for key in sent}
     return shared
 
 
@@ -325,16 +321,7 @@ def _weights_of_shape(
         )
         objective = "none" if wants_pairs else "sop or nsp"
         raise UserError(f"pretrained_checkpoint {pretrained.source} has {difference} one; give --objective {objective}")
-    _check_settings(pretrained, model)
-    num_rows = model.embedding.word_embeddings.num_embeddings
-    weights = pretrained.padded_weights(num_rows)
-    check_shapes(weights, shapes, pretrained.source)
-    return weights
-
-
-def _check_settings(pretrained: PortableModel, model: Bert | GPT2) -> None:
-    """Check settings that change what the same weights compute, but no parameter's shape."""
-    for name in ("num_attention_heads", "layernorm_epsilon", "norm_placement"):
+    for name in ("num_attention_heads", "layernorm_epsilon", "norm_placement"):  # which change no parameter's shape
         theirs, ours = getattr(pretrained.config, name, None), getattr(model.config, name, None)
         if theirs != ours:
             flag = "--" + name.replace("_", "-")
@@ -342,3 +329,6 @@ def _check_settings(pretrained: PortableModel, model: Bert | GPT2) -> None:
                 f"pretrained_checkpoint {pretrained.source} has {name} {theirs}, and this run {ours};"
                 f" give {flag} {theirs}"
             )
+    weights = pretrained.padded_weights(model.embedding.word_embeddings.num_embeddings)
+    check_shapes(weights, shapes, pretrained.source)
+    return weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import shutil
@@ -25,7 +26,7 @@ from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.cost.cluster import peak_flops
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
-from megatron01.errors import FaultError, UserError, require
+from megatron01.errors import FaultError, UserError
 from megatron01.models.layers import SelfAttention, compile_layers
 from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
@@ -78,16 +79,14 @@ def decide_compilation(config: PretrainConfig, group: ReplicaGroup) -> tuple[boo
         UserError: on every rank, if compilation is asked for and one lacks a compiler.
     """
     wanted, device = config.model.torch_compile, group.device
-    if wanted:
-        with failing_together(group, "looking for a compiler"):
-            missing = _missing_compiler(device)
-            require(missing is None, f"{missing} or leave out --torch-compile")
-        return True, []
-    is_default = wanted is None and device.type == "cuda"
-    if not is_default or config.training.deterministic or config.distributed.tensor_model_parallel_size > 1:
+    by_default = wanted is None and device.type == "cuda" and not config.training.deterministic
+    if not wanted and not (by_default and config.distributed.tensor_model_parallel_size == 1):
         return False, []
-    missing = _missing_compiler(device) if triton_serves(device) else ""  # reported by ``notes_on_device``
+    # a GPU that Triton does not serve is reported by ``notes_on_device``
+    missing = _missing_compiler(device) if wanted or triton_serves(device) else ""
     found = [reason for reason in group.gather(missing) if reason is not None]
+    if wanted and found:
+        raise UserError(f"{found[0]} or leave out --torch-compile", scope="job")
     return not found, [f"layers are not compiled: {reason}" for reason in found[:1] if reason]
 
 
@@ -152,13 +151,10 @@ class Trainer:
             schedule = build_schedule(config.optimizer, training.train_iters)
             self.tokenizer = build_tokenizer(config.data)
         start, self._start_notes = choose_start(config.checkpoint, group)
-        with failing_together(group, "starting"):
-            progress = saved_progress(start)
         # May take hours for large corpora: the other ranks wait with a long time-out, and no GPU collective is open.
         with failing_together(group, "preparing the data", long_timeout=True), group.local_first():
-            self.data = RunData(
-                config, group, tp_ranks, progress, lambda counts: build_datasets(config, self.tokenizer, counts)
-            )
+            build_splits = functools.partial(build_datasets, config, self.tokenizer)
+            self.data = RunData(config, group, tp_ranks, saved_progress(start), build_splits)
         fingerprints = {
             "the settings": settings_digest(config),
             "the vocabulary": self.tokenizer.fingerprint[:12],
@@ -166,10 +162,7 @@ class Trainer:
             "the checkpoint to continue from": str(start),
         }
         require_agreement(fingerprints, group)
-
-        def build() -> nn.Module:
-            return build_model(config, self.tokenizer)
-
+        build = functools.partial(build_model, config, self.tokenizer)
         with failing_together(group, "checking memory"):  # on all ranks before the first allocates
             memory_check = MemoryCheck(group, tp_ranks, self.num_micro_batches)
         with failing_together(group, "building the model"), torch.device(group.device):

@@ -35,7 +35,7 @@ def meeting(
     )
     try:
         with initialize(environment_on(["a", "a", "b"]), config, {"the settings": facts[rank]}) as group:
-            group.barrier()
+            group.any(False)
     except UserError as error:
         assert error.scope == "job"
         return str(error), error.exit_status

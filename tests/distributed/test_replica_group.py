@@ -30,7 +30,7 @@ def _in_group(body: Any, *args: Any, minutes: float = 2.0) -> Any:
 
 
 def _messages(group: ReplicaGroup) -> dict[str, Any]:
-    group.barrier()
+    group.any(False)
     return {
         "sum": group.sum(0.1 * (group.rank + 1)),
         "some": group.any(group.rank == 2),
@@ -73,7 +73,7 @@ def _fail_on(group: ReplicaGroup, ranks: list[int], kind: type[Exception]) -> st
                 raise kind(f"no file on rank {group.rank}")
     except Exception as error:
         return f"{type(error).__name__}: {error} [{getattr(error, 'scope', '')}]"
-    group.barrier()
+    group.any(False)
     return "went on"
 
 
@@ -161,7 +161,7 @@ def _time_out(rank: int, world_size: int) -> str:
             time.sleep(3)
             return "late"
         try:
-            group.barrier()
+            group.any(False)
         except UserError as error:
             return str(error)
         return "met"
@@ -171,7 +171,7 @@ def _time_out(rank: int, world_size: int) -> str:
 
 def test_the_configured_time_out_reaches_control_messages() -> None:
     _, message = run_ranks(_time_out, 2, default_group=False, may_die={0})
-    assert "lost another replica while waiting for a barrier" in message
+    assert "lost another replica while waiting for a flag" in message
 
 
 def _die(rank: int, world_size: int, where: str) -> str:
@@ -203,7 +203,7 @@ def _survive(rank: int, world_size: int, lost: int) -> tuple[str, str]:
     def body(group: ReplicaGroup) -> None:
         if rank == lost:
             os._exit(9)
-        group.barrier()
+        group.any(False)
 
     try:
         _in_group(body)
@@ -307,7 +307,7 @@ def test_threads_are_shared_and_denormals_are_zero() -> None:
 
 def _single(rank: int, world_size: int) -> list[Any]:
     def body(group: ReplicaGroup) -> list[Any]:
-        group.barrier()
+        group.any(False)
         with group.local_first(), failing_together(group, "nothing"):
             pass
         unchanged = _fail_on(group, [0], UserError)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder
+from megatron01.config import TrainingConfig
 from megatron01.data import SampleCounts, Splits
 from megatron01.errors import UserError
 from megatron01.training.data import DataOrder, Progress, build_in_order, saved_progress
@@ -35,8 +36,9 @@ def order(progress: Progress, name: str, **changes: int) -> tuple[int, DataOrder
         assert (counts.valid, counts.test) == (6, 6)
         return Splits(Data(counts.train, name), None, None)
 
-    settings = {"train_iters": 30, "global_batch_size": 3, "eval_iters": 2} | changes
-    datasets, result = build_in_order(build, progress, **settings)
+    settings = {"train_iters": 30, "global_batch_size": 3} | changes
+    training = TrainingConfig(eval_iters=2, **settings)
+    datasets, result = build_in_order(build, progress, training, settings["global_batch_size"])
     assert datasets.train is not None
     return datasets.train.length, result
 
