@@ -192,7 +192,10 @@ def _elsewhere(name: str, settings: Settings[Any]) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    if hint := nearest(str(path).removeprefix("configs/").removesuffix(".yaml"), shipped_configs()):
+    name = str(path).removeprefix("configs/").removesuffix(".yaml")
+    if own := [config for config in shipped_configs() if config.startswith(f"{name}/")]:
+        return f"; there are {', '.join(own)}"
+    if hint := nearest(name, shipped_configs()):
         return hint
     try:
         neighbours = sorted(entry.name for entry in path.parent.iterdir())

@@ -230,6 +230,8 @@ def test_shipped_files_are_found_by_name_unless_there_are_such(tmp_path: Path, m
     assert find_config("configs/gpt2/1.5b.yaml") == Path("configs/gpt2/1.5b.yaml")
     with pytest.raises(UserError, match="config file gpt2/117 does not exist; did you mean 'gpt2/117m'"):
         load_yaml("gpt2/117", Settings(GPT.config_class))
+    with pytest.raises(UserError, match=r"gpt2 does not exist; there are gpt2/1\.5b, gpt2/117m, .*, gpt2/debug$"):
+        load_yaml("gpt2", Settings(GPT.config_class))
     assert BERT.config_class is not GPT.config_class
 
 
