@@ -137,23 +137,20 @@ def _help_of(words: Sequence[str]) -> str:
 
 
 def _configs(argv: Sequence[str], prog: str) -> None:
-    from megatron01.config.yaml_files import find_config, shipped_configs
+    from megatron01.config.yaml_files import read_config, shipped_configs
 
     if list(argv) in (["-h"], ["--help"]):
         print(f"usage: {prog} [NAME]\n\nLists the configurations that --config finds by name, or prints one.")
         return
     if len(argv) > 1:
         raise UserError(f"{prog} takes one name, but was given {' '.join(argv)}")
-    texts = {name: find_config(name).read_text(encoding="utf-8") for name in shipped_configs()}
-    if not argv:
-        width = max(map(len, texts))
-        for name, text in texts.items():
-            print(f"{name:<{width}}  {text.partition(chr(10))[0].removeprefix('# ')}")
+    if argv:
+        print(read_config(argv[0], "configuration"), end="")
         return
-    name = argv[0].removeprefix("configs/").removesuffix(".yaml")
-    if name not in texts:
-        raise UserError(f"there is no configuration {argv[0]!r}{nearest(name, texts) or f'; {prog} lists them'}")
-    print(texts[name], end="")
+    names = shipped_configs()
+    for name in names:
+        title = read_config(name, "configuration").partition("\n")[0].removeprefix("# ")
+        print(f"{name:<{max(map(len, names))}}  {title}")
 
 
 _LAUNCHERS = {

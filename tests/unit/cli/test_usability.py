@@ -241,7 +241,7 @@ def test_configs_and_launchers_by_name(capsys: pytest.CaptureFixture[str]) -> No
     assert run("configs", "bert/bases") == 2
     assert run("launch", "torchrum") == 2
     errors = capsys.readouterr().err
-    assert "there is no configuration 'bert/bases'; did you mean 'bert/base'?" in errors
+    assert "configuration bert/bases does not exist; did you mean 'bert/base'?" in errors
     assert "there is no launcher 'torchrum'; did you mean 'torchrun'?" in errors
     assert not run("launch")
     assert "torchrun.sh" in capsys.readouterr().out
