@@ -39,7 +39,7 @@ class OptimizerConfig(Bounded):
     auto: bool = False
     """When a run begins, measure its compute time and the network, and set optimizer (adam or zero_one_adam),
     sync_policy, max_sync_interval and bucket_elements to what is fastest; a resumed run keeps them."""
-    lr: Annotated[float, Bounds(lambda value: 0 <= value <= 1e6, "a number from 0 to 1000000")] = 1e-4
+    lr: Annotated[float, Bounds(lambda value: 0 <= value <= 3e38, "0 to 3e38, the range of fp32")] = 1e-4
     """Peak learning rate."""
     min_lr: float = 0.0
     """The learning rate never decays below this."""

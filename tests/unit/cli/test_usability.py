@@ -116,7 +116,7 @@ def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, 
         ("--optimizer", ".Own", "optimizer is '.Own'; expected package.module.Class"),
         ("--split", "inf,1", "split is 'inf,1'; expected up to three finite numbers"),
         ("--distributed-timeout-minutes", "1e9", "expected a positive number, at most 525600 (a year)"),
-        ("--lr", "1e99", "lr is 1e+99; expected a number from 0 to 1000000"),
+        ("--lr", "1e99", "lr is 1e+99; expected 0 to 3e38, the range of fp32"),
         ("--train-iters", "1e17", "train_iters is 100000000000000000; expected a positive number, at most 100000000"),
     ],
 )
