@@ -14,13 +14,18 @@ import tests.triton_setup  # noqa: F401  (sets a variable that Triton reads when
 
 # Programs that tests start import the package of this tree, wherever another one is installed.
 os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parents[1])
-torch.set_num_threads(1)  # tests run in parallel: threads that wait for one another would keep cores from other tests
+# Tests run in parallel: threads that wait for one another would keep cores from other tests.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # A kernel's first call loads or compiles it, and fixture folders may be written to repeatedly: no deadline, no check.
 _ALWAYS = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 settings.register_profile("ci", _ALWAYS, max_examples=100, print_blob=True)
 settings.register_profile("dev", _ALWAYS, max_examples=20)
 settings.load_profile("dev")  # --hypothesis-profile=ci wins
+
+
+def pytest_runtest_setup() -> None:
+    torch.set_num_threads(1)  # a replica that an earlier test ran in this process took a thread for each core
 
 
 @pytest.fixture(scope="module")

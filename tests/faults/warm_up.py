@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import io
 import tempfile
 from pathlib import Path
 
 import torch
-import yaml
 
-from megatron01.monitor import run_directory
 from megatron01.parallel import process_groups
 from megatron01.pretraining import BERT, GPT
 from megatron01.training import consistency, pretrain
+from tests.distributed.warm_up import freeze_objects
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 
 
 def warm_up() -> None:
     """Short runs of one replica, which leave neither threads nor process groups behind, so that it can be forked."""
     torch.set_num_threads(1)
-    yaml.safe_dump = functools.partial(yaml.dump, Dumper=yaml.CSafeDumper)  # the same in C
-    # reading the versions of all packages takes longer than the rest of a small run
-    run_directory._package_versions = functools.cache(run_directory._package_versions)  # type: ignore[assignment]
     consistency.SECONDS_BETWEEN_CHECKS = 0.0  # preemption consensus after every step
     process_groups.LOST_RANK_SECONDS = 1.0  # replicas of small runs notice a lost rank at about the same time
     with tempfile.TemporaryDirectory(prefix="warm-up-") as temporary, contextlib.redirect_stdout(io.StringIO()):
@@ -37,5 +31,4 @@ def warm_up() -> None:
             script = GPT if config is gpt_config else BERT
             settings = config(corpus, **{**changes, "train_iters": train_iters})
             pretrain(settings, script.build_datasets, script.build_model, script.forward_step)
-    gc.collect()
-    gc.freeze()  # or each process's first collection would touch, and so copy, all of this one's memory
+    freeze_objects()

@@ -20,6 +20,7 @@ from megatron01.config import (
     BertModelConfig,
     BertPretrainConfig,
     CheckpointConfig,
+    DistributedConfig,
     GPTDataConfig,
     GPTModelConfig,
     GPTPretrainConfig,
@@ -110,6 +111,7 @@ def _shared(folder: Path) -> dict[str, Any]:
         "training": TrainingConfig(micro_batch_size=2, train_iters=18, eval_interval=6, eval_iters=2),
         "checkpoint": CheckpointConfig(),
         "logging": LoggingConfig(run_dir=str(folder / "run"), log_interval=5),
+        "distributed": DistributedConfig(threads_per_replica=1),  # tests run in parallel
     }
 
 
