@@ -149,7 +149,10 @@ class BatchLoader:
                     " run out of memory or of /dev/shm; try a smaller num_workers"
                 ) from error
             if isinstance(batch, Exception):
-                raise batch
+                try:
+                    raise batch
+                finally:
+                    del batch  # else it holds itself by its traceback, and with it the worker processes
             tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
             if self._pins:
                 tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.config import BertModelConfig, DistributedConfig, GPTModelConfig
@@ -125,6 +124,8 @@ def test_losses_gradients_and_initial_weights_are_those_of_a_whole_model(size: i
 
 def compile_part(rank: int, size: int, sequence_parallel: bool, dropout: float) -> list[Any]:
     """Loss, gradients and bytes sent of eager and of compiled layers, and compilations for 2 and for 3 of them."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # imports as much as the rest of a rank's tests
+
     found: list[Any] = []
     for layers, is_compiled in ((2, False), (2, True), (3, True)):
         torch.compiler.reset()
@@ -152,6 +153,8 @@ def test_compiled_layers_compute_the_same_and_share_their_code(sequence_parallel
 
 def compile_under_ddp(rank: int, size: int) -> tuple[list[str], int]:
     """Order in which the layers' gradients are reduced, and compilations."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     model = build("gpt", num_layers=3)
     counter = CompileCounterWithBackend("aot_eager")
     compile_layers(model, backend=counter)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 
 from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
@@ -65,6 +64,8 @@ def test_a_version_that_is_not_supported_says_which_are() -> None:
 
 
 def test_an_optimizer_of_another_package_is_found_and_its_scheduler_is_none() -> None:
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
     class Own(ZeroOneAdam):
         """Neither of this package nor wrapped."""
 

@@ -110,6 +110,7 @@ def test_nothing_left(consumed: int) -> None:
     ],
 )
 def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exception], message: str) -> None:
+    before = set(multiprocessing.active_children())
     loader = BatchLoader(
         Squares(fail_at=9, error=error),
         consumed_samples=0,
@@ -123,6 +124,8 @@ def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exce
     next(batches)
     with pytest.raises(raised, match=message):
         next(batches)
+    del loader, batches
+    assert set(multiprocessing.active_children()) == before  # workers end at once, not with a collection of garbage
 
 
 def test_killed_worker() -> None:
@@ -180,7 +183,6 @@ def test_process_ends_with_its_workers_in_use(case: str, status: int, out: str, 
         capture_output=True,
         text=True,
         timeout=60,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert (process.returncode, process.stdout) == (status, out), process.stderr
     assert process.stderr.strip().splitlines()[-1:] == ([] if not err else ["KeyError: 'in training'"])

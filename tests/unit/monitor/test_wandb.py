@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig, GPTPretrainConfig, LoggingConfig
@@ -165,6 +164,8 @@ def test_a_failure_is_said_once_and_training_goes_on(
 def test_a_server_that_is_not_reached_means_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import wandb
+
     modes = list[str]()
 
     def open_run(folder: Path, mode: str, **options: Any) -> Broken:
