@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +11,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command that must succeed, with one thread for each process."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    """Run a command that must succeed."""
+    done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 

@@ -65,7 +65,7 @@ def run_mpirun(
     world_size: int, *arguments: str, variables: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Start python with ``arguments`` on ``world_size`` ranks by mpirun."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+    environment = {**os.environ, **(variables or {})}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     command = [

@@ -45,7 +45,9 @@ def test_flags_that_it_names_exist(capsys):
         with pytest.raises(SystemExit):
             program()
         shown += capsys.readouterr().out
-    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", TEXT)) - {"--nproc-per-node"}:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", TEXT)) - {"--nproc-per-node"}
+    assert named
+    for flag in named:
         assert flag in shown, flag
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from megatron01.config import BertPretrainConfig
 from megatron01.parallel.program import run_as_program
 from megatron01.pretraining import BERT, GPT
 from megatron01.training import pretrain
+from tests.distributed.harness import torchrun_variables
 from tests.faults.hosts import NAMES, Hosts
 from tests.faults.injection import Counts, Injection
 from tests.faults.process_pool import Child, Order, ProcessPool, become
@@ -249,18 +249,6 @@ def _pretrain(
 
 def rank_variables(setting: Setting, address: str) -> list[dict[str, str]]:
     """The environment variables that a launcher sets, for each rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return [
-        {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(setting.world_size),
-            "LOCAL_RANK": str(rank % setting.per_node),
-            "LOCAL_WORLD_SIZE": str(setting.per_node),
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        for rank in range(setting.world_size)
+        variables | {"MASTER_ADDR": address} for variables in torchrun_variables(setting.world_size, setting.per_node)
     ]

@@ -433,7 +433,6 @@ def start(launcher, *arguments):
     return subprocess.Popen(
         [sys.executable, *launcher, str(ROOT / "pretrain_gpt.py"), *arguments],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -60,21 +60,19 @@ def both(backend: Backend, use: Callable[[Problem], list[torch.Tensor]], **optio
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("phase", "rule"),
+    ("phase", "rule", "state_dtype"),
     [
-        (phase, rule)
+        (phase, rule, state_dtype)
         for phase in PHASES
         for rule in Rule
         if phase != "synchronize with gradients" or rule is Rule.SOFT_SIGN  # other exchanges replace the gradient
+        for state_dtype in ([FP32] if rule is Rule.SOFT_SIGN else [FP32, BF16])
     ],
 )
-@pytest.mark.parametrize("state_dtype", [FP32, BF16])
 @pytest.mark.parametrize("dtypes", [(FP32,), MIXED])
 def test_every_phase_of_every_rule(
     backend: Backend, phase: str, rule: Rule, state_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    if rule is Rule.SOFT_SIGN:
-        state_dtype = FP32
     what = PHASES[phase]
 
     def use(given_problem: Problem) -> list[torch.Tensor]:
