@@ -35,7 +35,6 @@ from megatron01.optim.local_update import (
     Rule,
     SinceSynchronization,
     Slices,
-    by_group,
 )
 
 BLOCK_SIZE = 1024
@@ -182,7 +181,7 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         rows = torch.zeros(NUM_ROWS, form.row_bytes(1), dtype=torch.uint8)
         return PackedBlocks(Packed(rows, 1, 0, form, active), 0, NUM_ROWS)
 
-    ones, model = by_group(np.ones(1), 1.0), torch.zeros(count, dtype=dtype)
+    ones, model = np.ones(2), torch.zeros(count, dtype=dtype)
     for what, rule, phase, refresh, exchanged in cases:
         compiler.label = f"{what}, {rule.name.lower()}, {exchanged}, {name}"
         multiplier = torch.ones(()) if "waited" in what else 1.0

@@ -47,7 +47,6 @@ from megatron01.optim.local_update import (
     Rule,
     SinceSynchronization,
     Slices,
-    by_group,
 )
 
 _RANGE = 1 << 26  # elements that the specification processes at a time: its temporaries are many times as large
@@ -267,8 +266,7 @@ _TRAFFIC = {
 
 
 def _numbers(phase: Phase, *, refresh: bool) -> Any:
-    ones = np.ones(1)
-    rates = by_group(1e-3 * ones, 0.0)
+    ones, rates = np.array([1.0, 0.0]), np.array([1e-3, 0.0])
     return Coefficients(
         rule=Rule.ADAPTIVE,
         multiplier=0.5,
@@ -278,9 +276,9 @@ def _numbers(phase: Phase, *, refresh: bool) -> Any:
         inverse_correction=1.25,
         weight=rates,
         total=rates,
-        step_size=by_group(ones, 0.0),
-        bound=by_group(ones, np.inf),
-        decay=by_group(0.999 * ones, 1.0),
+        step_size=ones,
+        bound=np.array([1.0, np.inf]),
+        decay=np.array([0.999, 1.0]),
         since_sync=SinceSynchronization(ones, ones),
     ).of(0, phase)
 

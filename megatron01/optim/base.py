@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, NoReturn, Unpack
 
 import numpy as np
@@ -32,6 +33,7 @@ from megatron01.comm import (
     Topology,
 )
 from megatron01.comm.payload import OwnedBlocks, digest
+from megatron01.comm.transport import Sent
 from megatron01.errors import UserError
 from megatron01.optim import safety
 from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
@@ -57,11 +59,10 @@ from megatron01.optim.local_update import (
     Rule,
     SecondMoment,
     SinceSynchronization,
-    by_group,
 )
 from megatron01.optim.overlap import EarlyStart, Opened, Order
 from megatron01.optim.policies import StepPlan
-from megatron01.optim.report import DeferredReport, SentSinceReport, StepKind, StepReport
+from megatron01.optim.report import DeferredReport, StepKind, StepReport
 from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
 from megatron01.optim.zero import ShardedReplica
@@ -139,6 +140,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._corrects_momentum = momentum_bias_correction
         self._max_grad_norm, self._partial = settings.max_grad_norm, settings.partial
         self._rates = GroupRates(schedule)
+        self._moving = np.array([*[1.0] * len(self.param_groups), 0.0])  # by group, and for frozen parameters
         # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
         self._defers = not delay and rule is not Rule.SOFT_SIGN
         self._clipping = safety.ClippingWatch()
@@ -186,7 +188,6 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._flat, self._kernels, rule, state_dtype=state_dtype, num_groups=len(self.param_groups)
         )
         self._is_single = self._topology.num_replicas == 1
-        self._agrees = True  # whether m and u are the same on all replicas
         self._candidates = active_candidates(self._flat, self._masks, ())
         self._frozen_elements = FrozenElements(self._whole, self._masks)
 
@@ -213,7 +214,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
         padded = self._whole.blocks.num_elements / self._whole.num_parameters
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, logs=world.world.rank == 0)
-        self._sent = SentSinceReport(self._topology)
+        self._sent = self._topology.sent()  # until the last report
         self._adopt_weights()
         self._holds_replicated = False
         self._whole.samples_weights = not self._kernels.runs_behind
@@ -315,13 +316,13 @@ class FlatOptimizer(torch.optim.Optimizer):
         learning rate, with bias correction if any) times u.
 
         Args:
-            rates: learning rates, fp64[groups].
+            rates: learning rates, fp64[groups + 1]; 0 for frozen parameters.
             multiplier: applied to every gradient.
             refresh: True if the gradient is a finite mean over all replicas.
         """
-        v, before, ones = self._second_moment, self._local.since_sync, by_group(np.ones_like(rates), 0.0)
+        v, before = self._second_moment, self._local.since_sync
         sizes = rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
-        shrinkage = rates * np.fromiter(map(itemgetter("weight_decay"), self.param_groups), np.float64)
+        decay = 1.0 - rates * np.array([*map(itemgetter("weight_decay"), self.param_groups), 0.0])
         variance_decay = v.at(step) if v is not None and refresh else None
         return Coefficients(
             rule=self._rule,
@@ -330,16 +331,16 @@ class FlatOptimizer(torch.optim.Optimizer):
             eps=0.0 if v is None else v.eps,
             variance_decay=variance_decay,
             inverse_correction=1.0 if v is None else v.inverse_correction(variance_decay),
-            weight=ones,
-            total=ones,
-            step_size=by_group(sizes, 0.0),
-            bound=by_group(np.full_like(sizes, np.inf) if v is None else v.bound(sizes), np.inf),
-            decay=by_group(1.0 - shrinkage, 1.0),
-            since_sync=SinceSynchronization(before.total + sizes, before.decay * (1.0 - shrinkage), before.steps + 1),
+            weight=self._moving,
+            total=self._moving,
+            step_size=sizes,
+            bound=np.full_like(sizes, np.inf) if v is None else v.bound(sizes),
+            decay=decay,
+            since_sync=SinceSynchronization(before.total + sizes, before.decay * decay, before.steps + 1),
         )
 
-    def _carried_out(self, plan: StepPlan, coefficients: Coefficients) -> None:
-        """Called after each step that was not called off; with a delay, before its result is known."""
+    def _averaged(self, coefficients: Coefficients) -> None:
+        """Called after each step that averaged gradients and was not called off."""
         if self._second_moment is not None and coefficients.variance_decay is not None:
             self._second_moment.refreshed(self.step_count, coefficients.variance_decay)
             if self._exchange is not None:
@@ -379,8 +380,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         else:  # m, u <- m', u + lr m' ; the model's weights <- P x - u / (sqrt(v) + eps)
             self._step_locally(plan, coefficients, found)
             carried_out = True
-        if carried_out:
-            self._carried_out(plan, coefficients)
+        if carried_out and plan.averages:
+            self._averaged(coefficients)
         self._end_step(plan, found, carried_out, loss_scale)
         return loss
 
@@ -425,9 +426,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._step_locally(plan, coefficients, found)
             self._local.since_sync = self._local.start
             return True
-        if exchange is None or (self._agrees and plan.averages):
+        if exchange is None or (self._local.since_sync.agrees and plan.averages):
             self._synchronize_locally(coefficients, found.is_used)
-            self._has_synchronized()
+            self._local.since_sync = self._local.start
             return True
         if not exchange.begun:
             exchange.begin(plan.key)
@@ -445,8 +446,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _step_locally(self, plan: StepPlan, coefficients: Coefficients, found: StepGradient) -> None:
         """Local step: add to u without communication."""
         self._run(LOCAL if found.is_used else WRITE_WEIGHTS, coefficients)
-        self._local.since_sync = coefficients.since_sync
-        self._agrees = self._is_single or (self._agrees and plan.averages)
+        agrees = self._is_single or (self._local.since_sync.agrees and plan.averages)
+        self._local.since_sync = replace(coefficients.since_sync, agrees=agrees)
 
     def _synchronize_locally(self, coefficients: Coefficients, uses_gradient: bool) -> None:
         """Synchronize without an exchange: u is the same on all replicas."""
@@ -467,13 +468,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         if work.fresh and worst >= Status.OVERFLOW:
             return False
         self._frozen_elements.restore(self._local.x)
-        self._has_synchronized()
-        return True
-
-    def _has_synchronized(self) -> None:
-        """Reset G, P and the step count: x has moved by the mean of u on all replicas."""
         self._local.since_sync = self._local.start
-        self._agrees = True
+        return True
 
     def _end_step(self, plan: StepPlan, found: StepGradient, carried_out: bool, loss_scale: float) -> None:
         """Report and count the step; with a sharded optimizer, all-gather the new weights first."""
@@ -497,18 +493,15 @@ class FlatOptimizer(torch.optim.Optimizer):
             norm=found.norm,
             loss_scale=loss_scale,
             grad_norm_estimated=self._norm_ratio.is_known and not plan.averages,
-            compression=None if self._exchange is None else self._exchange.take_report(),
-            **self._sent.take()._asdict(),
+            **self._since_report(),
         )
         self.step_count += 1
         self._traffic.add(step, self.last_step.bytes_sent)
         if not (plan.averages or self._is_single or isinstance(found.norm, DeferredNorm)):
             self._clipping.record(found.norm)
-        if plan.averages or plan.synchronizes:  # a local step has no host sync here
-            self._replicas.compare()
-        if self._replicas.is_due(step, plan, was_full=step > 0 and self._plan(step - 1).averages):
-            state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
-            self._replicas.send(step, self.param_groups, state)
+        state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
+        was_full = step > 0 and self._plan(step - 1).averages
+        self._replicas.after(step, plan, self.param_groups, state, was_full=was_full)
         self._early.end_step()
         # autograd does not see the kernels' in-place writes; a backward pass through older weights must fail
         torch.autograd.graph.increment_version(self._whole.tensors)
@@ -524,8 +517,23 @@ class FlatOptimizer(torch.optim.Optimizer):
     def settle(self) -> DeferredReport:
         """Finish a delayed exchange, and report its traffic and compression. Collective."""
         self.finish_delayed()
-        found = None if self._exchange is None else self._exchange.take_report()
-        return DeferredReport(compression=found, **self._sent.take()._asdict())
+        return DeferredReport(**self._since_report())
+
+    def _since_report(self) -> dict[str, Any]:
+        """Traffic, also of the backward pass, and measured compression since the last call."""
+        before, self._sent = self._sent, self._topology.sent()
+        found = Sent(*map(operator.sub, self._sent, before))._asdict()
+        if self._exchange is not None:
+            found["compression"], self._exchange.report = self._exchange.report, None
+        return found
+
+    @contextmanager
+    def _unreported(self) -> Iterator[None]:
+        """Context whose traffic is not reported."""
+        start = self._topology.sent()
+        yield
+        sent = map(operator.sub, self._topology.sent(), start)
+        self._sent = Sent(*map(operator.add, self._sent, sent))
 
     def finish_delayed(self) -> None:
         """Finish a delayed exchange, so that the state can be read. Collective.
@@ -734,8 +742,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         for weights in self._whole.weight_buffers:
             (self._topology if self._sharded is None else self._sharded.topology).world.broadcast(weights)
         self._adopt_weights()
-        self._local.since_sync = self._local.start
-        self._agrees = self._agrees and self._is_single
+        agrees = self._local.since_sync.agrees and self._is_single
+        self._local.since_sync = replace(self._local.start, agrees=agrees)
 
     def _adopt_weights(self) -> None:
         """Make the model's weights the master weights."""
@@ -766,13 +774,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _derive_weights(self) -> None:
         """Recompute the model's weights from the state."""
-        coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
+        coefficients = self._coefficients(self.step_count, np.zeros_like(self._moving), 1.0, refresh=False)
         self._run(WRITE_WEIGHTS, coefficients)
 
     def _share_weights(self) -> None:
         """All-gather the weights inside the node from the processes that own them, unreported; no-op unless sharded."""
         if self._sharded is not None:
-            with self._sent.unreported():
+            with self._unreported():
                 self._sharded.all_gather_weights()
 
     # State. Flat buffers are returned without a copy.
@@ -795,7 +803,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         state = self.replicated_state()
         if self._sharded is not None:
             assert only is None, "tensor-parallel shards are not sharded again"
-            with self._sent.unreported():
+            with self._unreported():
                 own = np.frombuffer(bytes.fromhex(digest(state)), np.uint32)
                 rows = self._sharded.partial.ranks.gather(own.tolist())
             return hashlib.sha256(repr(rows).encode()).hexdigest()
@@ -905,9 +913,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
         if not self._local.is_fresh:
-            coefficients = self._coefficients(self.step_count, np.zeros(len(self.param_groups)), 1.0, refresh=False)
+            coefficients = self._coefficients(self.step_count, np.zeros_like(self._moving), 1.0, refresh=False)
             self._run(SYNCHRONIZE, coefficients)
-        self._has_synchronized()
+        self._local.since_sync = self._local.start
         if "error" in errors:
             self._adopt_errors(errors["error"])
         if self._quantized is not None and "gradient_error" in errors:
@@ -971,7 +979,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         for name, place in self.error_places().items():
             total = errors.setdefault(safety.error_key(name), self._flat.new_buffer())
             place.add(own[name].float(), total, self._flat.blocks.block_size)
-        with self._sent.unreported():
+        with self._unreported():
             mean = DenseExchange(self._flat.blocks, self._topology)
             for buffer in (*average.values(), *errors.values()):
                 mean.all_reduce(buffer)
@@ -1003,16 +1011,17 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Scalars of the state beside step count, overflow guard and delay; subclasses add theirs."""
         second = [] if self._second_moment is None else self._second_moment.scalars()
         exchanges = 0.0 if self._exchange is None else float(self._exchange.num_exchanges)
-        return [*second, float(self._agrees), exchanges, *self._norm_ratio.scalars(), *self._local.scalars()]
+        agrees = float(self._local.since_sync.agrees)
+        return [*second, agrees, exchanges, *self._norm_ratio.scalars(), *self._local.scalars()]
 
     def _load_own_scalars(self, scalars: Iterator[float]) -> None:
         if self._second_moment is not None:
             self._second_moment.load_scalars(scalars)
-        self._agrees, exchanges = bool(next(scalars)), next(scalars)
+        agrees, exchanges = bool(next(scalars)), next(scalars)
         if self._exchange is not None:
             self._exchange.num_exchanges = int(exchanges)
         self._norm_ratio.load_scalars(scalars)
-        self._local.load_scalars(scalars)
+        self._local.load_scalars(scalars, agrees=agrees)
 
     def _load_scalars(self, scalars: Iterator[float]) -> None:
         self.step_count = int(next(scalars))
@@ -1045,7 +1054,8 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         ``anew``: also if the set is unchanged, as after loading a state.
         """
-        frozen = frozenset(index for index, p in enumerate(self._whole.parameters) if not p.tensor.requires_grad)
+        trains = np.fromiter(map(attrgetter("requires_grad"), self._whole.tensors), bool)
+        frozen = frozenset(np.flatnonzero(~trains).tolist())
         before = frozenset() if anew else self._local.frozen
         if frozen == before and not anew:
             return

@@ -56,7 +56,6 @@ class SoftSignSGD(FlatOptimizer):
             agreement=(soft_sign_max, *agreement),
             **common,
         )
-        self._agrees = self._is_single
 
     def _plan(self, step: int) -> StepPlan:
         return StepPlan(averages=False)

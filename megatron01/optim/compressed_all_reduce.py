@@ -34,33 +34,27 @@ class CompressionWatch:
 
     Attributes:
         interval: the one given.
-        report: of the last measurement.
     """
 
     def __init__(self, interval: int, partial: ModelShardRanks | None = None) -> None:
         self.interval = interval
         self._partial = partial
         self._ratios: deque[float] = deque(maxlen=_HISTORY)
-        self.report: CompressionReport | None = None
 
-    def record(self, buckets: Sequence[CompressionNorms]) -> None:
-        """Record the norms of a measured exchange."""
+    def record(self, buckets: Sequence[CompressionNorms]) -> CompressionReport | None:
+        """Record the norms of a measured exchange, and report them; None if nothing was quantized."""
         if not buckets:
-            return
+            return None
         lost, result = sum(bucket.residual for bucket in buckets), sum(bucket.result for bucket in buckets)
         if self._partial is not None:
             # replicated parameters count once for each rank
             lost, result = self._partial.sums(lost, result)
         if result == 0.0:
-            return
-        self.report = CompressionReport(
-            tuple(
-                math.sqrt(b.residual / (b.quantized + b.residual)) if b.quantized + b.residual > 0 else 0.0
-                for b in buckets
-            ),
-            math.sqrt(lost / result),
+            return None
+        errors = (
+            math.sqrt(b.residual / (b.quantized + b.residual)) if b.quantized + b.residual > 0 else 0.0 for b in buckets
         )
-        ratio = self.report.feedback_ratio
+        ratio = math.sqrt(lost / result)
         self._ratios.append(ratio)
         history = list(self._ratios)
         if len(history) == _HISTORY and history == sorted(history) and ratio > _GROWTH * history[0] > 0.0:
@@ -71,6 +65,7 @@ class CompressionWatch:
                 ratio,
             )
             self._ratios.clear()
+        return CompressionReport(tuple(errors), ratio)
 
 
 @dataclass(frozen=True)
@@ -114,6 +109,7 @@ class CompressedAllReduce:
         begun: True if an exchange has begun and its last bucket has not been sent.
         num_exchanges: exchanges begun so far.
         active_is_stale: True if ``active`` is to be computed again, from the candidates and v.
+        report: of a measurement; the optimizer takes it away when it reports a step.
     """
 
     def __init__(
@@ -140,6 +136,7 @@ class CompressedAllReduce:
         self._local = local
         self._guard = guard
         self._watch = watch
+        self.report: CompressionReport | None = None
         self._watched = False
         self._delay = delay
         self._sent: set[int] = set()
@@ -203,10 +200,5 @@ class CompressedAllReduce:
                 local.run(phase, contribution.coefficients, (first, last), mean)
         local.u = self.exchange.swap(local.u)
         if self._watched:
-            self._watch.record(self.exchange.compression())
+            self.report = self._watch.record(self.exchange.compression())
         return worst
-
-    def take_report(self) -> CompressionReport | None:
-        """Report of a measurement since the last call; None if there was none."""
-        report, self._watch.report = self._watch.report, None
-        return report

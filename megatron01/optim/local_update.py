@@ -98,22 +98,24 @@ class Numbers(NamedTuple):
 
 @dataclass(frozen=True)
 class SinceSynchronization:
-    """Sums since the last synchronization, by parameter group.
+    """What has added up since the last synchronization.
 
     Attributes:
-        total: G, fp64[groups], sum of the step sizes: learning rates, with bias correction if any.
-        decay: P, fp64[groups], product of (1 - learning rate * weight decay).
+        total: G, fp64[groups + 1], sum of the step sizes: learning rates, with bias correction if any.
+        decay: P, fp64[groups + 1], product of (1 - learning rate * weight decay).
         steps: number of steps.
+        agrees: whether m and u are the same on all replicas.
     """
 
     total: np.ndarray
     decay: np.ndarray
     steps: int = 0
+    agrees: bool = True
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """Coefficients of one step. Arrays are fp32[groups + 1]; the last entry is for frozen parameters.
+    """Coefficients of one step. Arrays are fp64[groups + 1]; the last entry is for frozen parameters.
 
     Attributes:
         multiplier: applied to every gradient: clipping and the inverse of the loss scale. A tensor (fp32[] on the
@@ -152,12 +154,12 @@ class Coefficients:
 
     def of(self, group: int, phase: Phase) -> Numbers:
         """Coefficients of a parameter group in ``phase``; -1 for frozen parameters."""
-        scale = 1.0 if phase.synchronize else self.local_scale
+        scale = np.float32(1.0 if phase.synchronize else self.local_scale)
         multiplier, decay = self.multiplier, self.variance_decay
-        kept, weight = 1.0, float(self.weight[group])
+        kept, weight, total = 1.0, float(np.float32(self.weight[group])), float(np.float32(self.total[group]))
         if not phase.keep_momentum:  # before an exchange
             kept = self.kept
-            weight = kept * weight + (1.0 - kept) * float(self.total[group])
+            weight = kept * weight + (1.0 - kept) * total
         return Numbers(
             self.rule,
             multiplier if isinstance(multiplier, Tensor) else float(np.float32(multiplier)),
@@ -167,10 +169,10 @@ class Coefficients:
             float(np.float32(self.inverse_correction)),
             float(np.float32(kept)),
             float(np.float32(weight)),
-            float(self.total[group]),
-            float(self.step_size[group] * np.float32(scale)),
-            float(self.bound[group]),
-            float(self.decay[group]),
+            total,
+            float(np.float32(self.step_size[group]) * scale),
+            float(np.float32(self.bound[group])),
+            float(np.float32(self.decay[group])),
             self.never_falls,
         )
 
@@ -181,11 +183,6 @@ def common_blocks(buckets: Sequence[PackedBlocks], first: int, last: int) -> Ite
         low, high = max(first, bucket.first), min(last, bucket.last)
         if low < high:
             yield low, high, bucket.packed
-
-
-def by_group(values: np.ndarray, frozen: float) -> np.ndarray:
-    """fp32[groups + 1]: ``values`` (fp64[groups]), and ``frozen`` for frozen parameters."""
-    return np.append(values, frozen).astype(np.float32)
 
 
 class Slices(NamedTuple):
@@ -277,7 +274,7 @@ class SecondMoment:
         self.settings = (eps, beta2, mode, floor, bias_correction, step_bound)
 
     def bound(self, rates: np.ndarray) -> np.ndarray:
-        """fp64[groups]: largest movement of a weight; ``rates`` (fp64[groups]) are summed since synchronization."""
+        """Largest movement of a weight, shaped like ``rates`` (fp64), which are summed since synchronization."""
         return np.full_like(rates, np.inf) if self._step_bound is None else self._step_bound * rates
 
     def at(self, step: int) -> float:
@@ -321,7 +318,7 @@ class LocalUpdate:
         m: momentum, [elements].
         u: accumulated step since the last synchronization, [elements]. Right after one it counts as 0, whatever it
             holds.
-        since_sync: G, P and the number of steps; ``start`` right after a synchronization.
+        since_sync: of the steps since the last synchronization; ``start`` right after one.
         frozen: numbers of the parameters that no longer move.
     """
 
@@ -334,7 +331,7 @@ class LocalUpdate:
         has_v = rule is not Rule.PLAIN
         self.v = flat.new_buffer(state_dtype) if has_v else torch.zeros(0, dtype=torch.float32, device=flat.device)
         self.m, self.u = flat.new_buffer(state_dtype), flat.new_buffer(state_dtype)
-        self.start = SinceSynchronization(np.zeros(num_groups), np.ones(num_groups))
+        self.start = SinceSynchronization(np.zeros(num_groups + 1), np.ones(num_groups + 1))
         self.since_sync = self.start
         self.frozen: frozenset[int] = frozenset()
 
@@ -374,12 +371,12 @@ class LocalUpdate:
     def scalars(self) -> list[float]:
         """Numbers from which ``load_scalars`` continues."""
         since = self.since_sync
-        return [float(since.steps), *since.total.tolist(), *since.decay.tolist()]
+        return [float(since.steps), *since.total[:-1].tolist(), *since.decay[:-1].tolist()]
 
-    def load_scalars(self, scalars: Iterator[float]) -> None:
-        steps, num_groups = int(next(scalars)), self.start.total.size
-        total, decay = (np.fromiter(islice(scalars, num_groups), np.float64) for _ in range(2))
-        self.since_sync = SinceSynchronization(total, decay, steps)
+    def load_scalars(self, scalars: Iterator[float], *, agrees: bool) -> None:
+        steps, num_groups = int(next(scalars)), self.start.total.size - 1
+        total, decay = [*islice(scalars, num_groups), 0.0], [*islice(scalars, num_groups), 1.0]
+        self.since_sync = SinceSynchronization(np.array(total), np.array(decay), steps, agrees)
 
     def forget(self, parameter: int) -> None:
         """Set m and u of a parameter to 0."""

@@ -116,14 +116,12 @@ class OneBitAdam(FlatOptimizer):
     def _plan(self, step: int) -> StepPlan:
         return StepPlan(averages=step < self._freeze_step)
 
-    def _carried_out(self, plan: StepPlan, coefficients: Coefficients) -> None:
-        super()._carried_out(plan, coefficients)
+    def _averaged(self, coefficients: Coefficients) -> None:
+        super()._averaged(coefficients)
         step = self.step_count
         if self._automatic and self._warn_at is not None and step >= self._warn_at:
-            if plan.averages:
-                self._warn(f"it is not at step {step}, half-way through the run")
-            self._warn_at = None
-        if self._automatic and plan.averages and (step + 1) % self._check_interval == 0:
+            self._warn(f"it is not at step {step}, half-way through the run")
+        if self._automatic and (step + 1) % self._check_interval == 0:
             self._freeze_if_stable(step)
 
     def _freeze_if_stable(self, step: int) -> None:

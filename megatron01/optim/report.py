@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat
-
-from megatron01.comm import Topology
-from megatron01.comm.transport import Sent
 
 StepKind = Literal["full", "one_bit", "local", "skipped"]
 
@@ -91,26 +85,6 @@ class DeferredReport:
     bytes_between_nodes: int = 0
     rounds: int = 0
     compression: CompressionReport | None = None
-
-
-class SentSinceReport:
-    """Traffic since the last report, including what was sent during the backward pass."""
-
-    def __init__(self, topology: Topology) -> None:
-        self._topology, self._before = topology, topology.sent()
-
-    def take(self) -> Sent:
-        """Traffic since the last call."""
-        before, self._before = self._before, self._topology.sent()
-        return Sent(*map(operator.sub, self._before, before))
-
-    @contextmanager
-    def unreported(self) -> Iterator[None]:
-        """Context whose traffic is not reported."""
-        start = self._topology.sent()
-        yield
-        sent = map(operator.sub, self._topology.sent(), start)
-        self._before = Sent(*map(operator.add, self._before, sent))
 
 
 class TrainingDiverged(RuntimeError):

@@ -183,7 +183,8 @@ class ReplicaCheck:
 
     It covers which parameters are frozen, the settings of parameter groups, and the bits of replicated state. Rows are
     sent after full steps that follow another kind of step, every 8th full step, and the first synchronization in 128
-    steps; they are read after the next step that exchanges something. Reported traffic does not include them.
+    steps: this depends on the step alone, so it is the same on all replicas. They are read after the next step that
+    exchanges something. Reported traffic does not include them.
 
     Args:
         topology: the replicas.
@@ -198,23 +199,29 @@ class ReplicaCheck:
         self._flat = flat
         self._sent: tuple[int, Tensor, Work] | None = None  # step, rows to come, their collective
 
-    def is_due(self, step: int, plan: StepPlan, *, was_full: bool) -> bool:
-        """Whether to send after ``step``; depends on the step alone, so it is the same on all replicas."""
-        if self._transport.size == 1:
-            return False
-        if plan.averages and (not was_full or step % self._FULL_INTERVAL == 0):
-            return True
-        return plan.synchronizes and step % self._INTERVAL < plan.interval
-
-    def compare(self) -> None:
-        """Read the rows sent after an earlier step, if they have not been read. Collective.
+    def after(
+        self,
+        step: int,
+        plan: StepPlan,
+        param_groups: Sequence[Mapping[str, Any]],
+        replicated: Sequence[Tensor],
+        *,
+        was_full: bool,
+    ) -> None:
+        """Compare what was sent after an earlier step, and send again, where it is time to. Collective.
 
         Raises:
             UserError: on every replica, naming those that differ and in what.
         """
-        if self._sent is None:
+        if not (plan.averages or plan.synchronizes) or self._transport.size == 1:  # a local step has no host sync here
             return
-        step, rows, work = self._sent
+        if self._sent is not None:
+            self._compare(*self._sent)
+        begins = plan.averages and (not was_full or step % self._FULL_INTERVAL == 0)
+        if begins or (plan.synchronizes and step % self._INTERVAL < plan.interval):
+            self._send(step, param_groups, replicated)
+
+    def _compare(self, step: int, rows: Tensor, work: Work) -> None:
         self._sent = None
         work.wait()
         self._transport.check(rows)
@@ -237,8 +244,8 @@ class ReplicaCheck:
                     scope="job",
                 )
 
-    def send(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
-        """All-gather this replica's row asynchronously, for ``compare`` after a later step."""
+    def _send(self, step: int, param_groups: Sequence[Mapping[str, Any]], replicated: Sequence[Tensor]) -> None:
+        """All-gather this replica's row asynchronously."""
         frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
         numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]

@@ -122,7 +122,7 @@ class LRSchedule:
                 "the steps between warm-up and end"
             )
 
-    @property
+    @cached_property
     def decay_end(self) -> int | None:
         """Step at which the decay is complete."""
         return self.total_steps if self.decay_steps is None else self.decay_steps
@@ -254,7 +254,7 @@ class GroupRates:
         self._shown: dict[int, float] = {}  # by group, as last written into it
 
     def at(self, step: int, groups: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """fp64[groups]: learning rates of ``step``.
+        """fp64[groups + 1]: learning rates of ``step``, and 0 for frozen parameters.
 
         Raises:
             UserError: if the schedule gives no number, or one that is negative or not finite.
@@ -264,7 +264,7 @@ class GroupRates:
             raise UserError(
                 f"the schedule's learning rate of step {step} is {rate}; expected a finite number of at least 0"
             )
-        return rate * np.fromiter(map(itemgetter("lr_scale"), groups), np.float64)
+        return rate * np.array([*map(itemgetter("lr_scale"), groups), 0.0])
 
     def show(self, step: int, groups: Sequence[dict[str, Any]]) -> np.ndarray:
         """The same, also written into the groups' ``lr``.
@@ -273,7 +273,7 @@ class GroupRates:
             UserError: if a group's ``lr`` was changed from outside since the last call.
         """
         rates = self.at(step, groups)
-        for index, (group, rate) in enumerate(zip(groups, rates, strict=True)):
+        for index, (group, rate) in enumerate(zip(groups, rates[:-1], strict=True)):
             if group["lr"] not in (self._shown.get(index, self._schedule.peak_lr), rate):
                 raise UserError(
                     f"the learning rate of parameter group {index} was set to {group['lr']:g} from outside; the "

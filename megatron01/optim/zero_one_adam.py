@@ -18,7 +18,7 @@ import torch
 
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment, by_group
+from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy
 from megatron01.optim.schedule import Schedule, as_schedule
 from megatron01.optim.settings import CommonArguments, quantizer_of
@@ -131,10 +131,10 @@ class ZeroOneAdam(FlatOptimizer):
         return replace(
             found,
             weight=found.step_size,
-            total=by_group(since.total, 0.0),
-            step_size=by_group(np.ones_like(rates), 1.0),
-            bound=by_group(self._v.bound(since.total), np.inf),
-            decay=by_group(since.decay, 1.0),
+            total=since.total,
+            step_size=np.ones_like(rates),
+            bound=self._v.bound(since.total),
+            decay=since.decay,
             local_scale=1.0 if self._is_single else self._local_scale,
             kept=1.0 if self._is_single else max(0.0, 1.0 - self._half_life / since.steps),
         )

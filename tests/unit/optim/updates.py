@@ -21,7 +21,6 @@ from megatron01.optim.local_update import (
     Phase,
     Rule,
     SinceSynchronization,
-    by_group,
 )
 from tests.unit.comm.buffers import random_active
 
@@ -113,11 +112,11 @@ def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coe
         eps=1e-8,
         variance_decay=0.97 if refresh and rule is Rule.ADAPTIVE else None,
         inverse_correction=1.3,
-        weight=by_group(np.array([0.1, 0.2]), 0.0),
-        total=by_group(np.array([0.3, 0.7]), 1.0),
-        step_size=by_group(np.array([1.0, 0.5]), 1.0),
-        bound=by_group(np.array([0.7, np.inf]), np.inf),
-        decay=by_group(np.array([0.99, 1.0]), 1.0),
+        weight=np.array([0.1, 0.2, 0.0]),
+        total=np.array([0.3, 0.7, 1.0]),
+        step_size=np.array([1.0, 0.5, 1.0]),
+        bound=np.array([0.7, np.inf, np.inf]),
+        decay=np.array([0.99, 1.0, 1.0]),
         since_sync=SinceSynchronization(np.zeros(2), np.ones(2)),
         never_falls=never_falls,
     )
