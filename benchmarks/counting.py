@@ -17,7 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron01.optim.grad_scaling import DeferredNorm
+from megatron01.optim.gradients import DeferredNorm
 
 _READS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "nonzero"}
 _CODEC = ("compress", "reduce", "decode")

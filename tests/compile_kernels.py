@@ -187,7 +187,7 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         multiplier = torch.ones(()) if "waited" in what else 1.0
         decay = 0.9 if refresh else None
         numbers = Coefficients(
-            rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, ones, SinceSynchronization(ones, ones)
+            rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, SinceSynchronization(ones, ones)
         )
         state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
         step: torch.Tensor | PackedBlocks | None = torch.zeros(count) if exchanged == "none" else None

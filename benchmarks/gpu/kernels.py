@@ -277,9 +277,9 @@ def _numbers(phase: Phase, *, refresh: bool) -> Any:
         weight=rates,
         total=rates,
         step_size=ones,
-        bound=np.array([1.0, np.inf]),
         decay=np.array([0.999, 1.0]),
         since_sync=SinceSynchronization(ones, ones),
+        step_bound=1e3,
     ).of(0, phase)
 
 

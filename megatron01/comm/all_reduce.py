@@ -150,12 +150,15 @@ class DenseAllReduce:
 
     def finish(self) -> tuple[Status, float]:
         """Complete all buckets; returns what ``all_reduce`` does."""
-        while self._in_flight:
-            for flying in list(self._in_flight):
-                self._advance(flying)
+        self._complete()
         transports = [self._across] if self._local is None else [self._across, self._local]
         status, common, self.square_sum = read_headers([torch.stack(self._headers)], *transports)
         return status, common
+
+    def _complete(self) -> None:
+        while self._in_flight:
+            for flying in list(self._in_flight):
+                self._advance(flying)
 
     def _advance(self, flying: _InFlight) -> None:
         """Wait for a bucket's pending collective, and start its next one."""
@@ -366,9 +369,7 @@ class ScatteredMean(DenseAllReduce):
         self._gathers = True
         for bucket in range(len(self.buckets)):
             self.send(bucket)
-        while self._in_flight:
-            for flying in list(self._in_flight):
-                self._advance(flying)
+        self._complete()
         self._gathers = False
 
     def _steps(

@@ -104,7 +104,6 @@ class OneBitAllReduce(Exchange):
             two of them, the same on all replicas. An element that is taken out loses its error.
         quantizer: see ``payload.Quantizer``.
         bucket_elements: see ``BlockLayout.buckets``.
-        num_threads: threads of the compiled kernels; as many as torch has if None.
         backend: "auto", "cpu", "triton" or "reference".
         agree: called once in each exchange, with tensor parallelism; see ``payload.Agree``.
         dtype: fp32 or bf16: of the errors and the node's mean, and in a flat exchange of ``value``.
@@ -125,7 +124,6 @@ class OneBitAllReduce(Exchange):
         active: torch.Tensor,
         quantizer: Quantizer = "sign",
         bucket_elements: int | None = None,
-        num_threads: int | None = None,
         backend: str = "auto",
         agree: Agree | None = None,
         dtype: torch.dtype = torch.float32,
@@ -141,7 +139,7 @@ class OneBitAllReduce(Exchange):
         self._by_node = topology.replica == "node"
         self._reduces_inside = self._local is not None and (of_processes or not self._by_node)
         device, size = active.device, layout.block_size
-        self._codec = build_codec(size, quantizer, device, num_threads=num_threads, backend=backend)
+        self._codec = build_codec(size, quantizer, device, backend=backend)
         self._agree = agree
         self._key = 0
         self._watch = False

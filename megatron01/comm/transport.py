@@ -18,7 +18,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm.payload import INVERSE_SCALE_WORD, SQUARE_SUM_WORD, STATUS_WORD, Status, damages
+from megatron01.comm.payload import (
+    HEADER_BYTES,
+    INVERSE_SCALE_WORD,
+    SQUARE_SUM_WORD,
+    STATUS_WORD,
+    Status,
+    damages,
+    seal,
+)
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
 
 EXIT_DELAY = 0.1
@@ -95,6 +103,16 @@ class Transport(ABC):
             return Done()
         self.bytes_sent += sent.nbytes * (self.size - 1)
         return self._start(received, sent)
+
+    def gather(self, content: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """All-gather ``content`` (uint8[n], whole words) of every replica, behind headers with its checksum.
+
+        Returns the rows to come, for ``check``, and the collective.
+        """
+        row = torch.cat([content.new_zeros(HEADER_BYTES), content])
+        seal(row[None])
+        rows = row.new_empty(self.size, row.numel())
+        return rows, self.all_gather(rows, row)
 
     def check(self, rows: torch.Tensor, found: torch.Tensor | None = None) -> None:
         """Compare rows that have arrived (uint8[k * size, row_bytes], by sender) with their checksums, on their device.

@@ -33,7 +33,7 @@ from megatron01.config import ModelConfig
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
 from megatron01.models.cross_entropy import row_chunks
-from megatron01.optim.shard_ranks import ModelShardRanks
+from megatron01.optim.settings import ModelShardRanks
 from megatron01.parallel import TensorParallelRanks
 from megatron01.parallel.tensor_parallel import (
     Partition,

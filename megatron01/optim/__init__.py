@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron01.config.registry import OptimizerSpec as OptimizerSpec
     from megatron01.optim.adam import Adam as Adam
+    from megatron01.optim.averaging import SGDM as SGDM
+    from megatron01.optim.averaging import QuantizedAdam as QuantizedAdam
     from megatron01.optim.bin_sgdm import BinSGDM as BinSGDM
     from megatron01.optim.bin_sgdm import SoftSignSGD as SoftSignSGD
     from megatron01.optim.factory import PretrainOptimizer as PretrainOptimizer
     from megatron01.optim.factory import build_optimizer as build_optimizer
     from megatron01.optim.factory import weight_decay_groups as weight_decay_groups
-    from megatron01.optim.grad_scaling import LossScaler as LossScaler
+    from megatron01.optim.gradients import LossScaler as LossScaler
     from megatron01.optim.one_bit_adam import OneBitAdam as OneBitAdam
-    from megatron01.optim.quantized_adam import QuantizedAdam as QuantizedAdam
     from megatron01.optim.report import StepKind as StepKind
     from megatron01.optim.report import StepReport as StepReport
     from megatron01.optim.report import TrainingDiverged as TrainingDiverged
@@ -26,19 +27,18 @@ if TYPE_CHECKING:
     from megatron01.optim.schedule import Schedule as Schedule
     from megatron01.optim.schedule import TabulatedSchedule as TabulatedSchedule
     from megatron01.optim.schedule import build_schedule as build_schedule
-    from megatron01.optim.sgdm import SGDM as SGDM
     from megatron01.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 
 _MODULES = {
     "Adam": "optim.adam",
     "BinSGDM": "optim.bin_sgdm",
     "LRSchedule": "optim.schedule",
-    "LossScaler": "optim.grad_scaling",
+    "LossScaler": "optim.gradients",
     "OneBitAdam": "optim.one_bit_adam",
     "OptimizerSpec": "config.registry",
     "PretrainOptimizer": "optim.factory",
-    "QuantizedAdam": "optim.quantized_adam",
-    "SGDM": "optim.sgdm",
+    "QuantizedAdam": "optim.averaging",
+    "SGDM": "optim.averaging",
     "Schedule": "optim.schedule",
     "SoftSignSGD": "optim.bin_sgdm",
     "StepKind": "optim.report",

@@ -20,12 +20,12 @@ from megatron01.comm.payload import digest
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
-from megatron01.optim.grad_scaling import DeferredNorm, LossScaler, OverflowGuard, clip_coefficient
+from megatron01.optim.gradients import DeferredNorm, LossScaler, OverflowGuard, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.report import DeferredReport, StepReport
 from megatron01.optim.safety import ranks_of, refuse_averaging, require_group
-from megatron01.optim.schedule import Schedule
-from megatron01.optim.shard_ranks import ModelShardRanks
+from megatron01.optim.schedule import Schedule, TakesSchedule
+from megatron01.optim.settings import ModelShardRanks
 
 
 class ApexAdamW:
@@ -76,7 +76,7 @@ def _average_bucket(traffic, bucket):  # type: ignore[no-untyped-def]
     return work.get_future().then(lambda future: future.value()[0])
 
 
-class Adam:
+class Adam(TakesSchedule):
     """Data-parallel Adam with decoupled weight decay and fp32 master weights.
 
     Args:

@@ -4,6 +4,17 @@ A step averages gradients in full precision (t in T_v), exchanges accumulated st
 Subclasses decide which steps do what, and the coefficients. The master weights x only change at a synchronization;
 between two of them the model's weights are computed from x, u and v. So x is bit-identical on all replicas after every
 step, and can be saved or evaluated at any step.
+
+A 1-bit step is, in the order of its calls, with the modules that do the work:
+
+    _begin_step          gradients lie in flat buffers                                      flat_parameters
+    GradientSource.find  their norm, and the factor that clips them                         gradients
+    _coefficients        of the update of x, m, u from the learning rate                    zero_one_adam, local_update
+    _synchronize         each bucket of u is accumulated, compressed and sent to a server;
+                         the servers' means come back, and x moves by them                  exchanges, comm.one_bit
+    _end_step            a report, and checks of the replicas                               report, safety
+
+With ``attach``, buckets are sent before that, while the backward pass still runs (``_open_early``, overlap).
 """
 
 from __future__ import annotations
@@ -36,7 +47,13 @@ from megatron01.comm.payload import OwnedBlocks, digest
 from megatron01.comm.transport import Sent
 from megatron01.errors import UserError
 from megatron01.optim import safety
-from megatron01.optim.compressed_all_reduce import CompressedAllReduce, CompressionWatch, Contribution
+from megatron01.optim.exchanges import (
+    CompressedAllReduce,
+    CompressionWatch,
+    Contribution,
+    GradientMean,
+    QuantizedGradientMean,
+)
 from megatron01.optim.flat_parameters import (
     FlatParameters,
     FrozenElements,
@@ -44,8 +61,7 @@ from megatron01.optim.flat_parameters import (
     named_parameters,
     parameter_masks,
 )
-from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard
-from megatron01.optim.gradients import GradientMean, GradientSource, NormRatio, QuantizedGradientMean, StepGradient
+from megatron01.optim.gradients import DeferredNorm, GradientSource, NormRatio, OverflowGuard, StepGradient
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.local_update import (
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -61,9 +77,8 @@ from megatron01.optim.local_update import (
     SinceSynchronization,
 )
 from megatron01.optim.overlap import EarlyStart, Opened, Order
-from megatron01.optim.policies import StepPlan
 from megatron01.optim.report import DeferredReport, StepKind, StepReport
-from megatron01.optim.schedule import GroupRates, Schedule, as_schedule, sample
+from megatron01.optim.schedule import Schedule, StepPlan, TakesSchedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
 from megatron01.optim.zero import ShardedReplica
 
@@ -71,7 +86,7 @@ _NUM_DELAY_SCALARS = 4
 _GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
 
-class FlatOptimizer(torch.optim.Optimizer):
+class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
     """A torch optimizer over the replicas of a process group, with one flat fp32 buffer of master weights.
 
     Every replica must hold the same parameters in the same order and step together. Replica 0's initial weights are
@@ -139,7 +154,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._rule, self._beta1, self._second_moment, self._delay = rule, beta1, second_moment, delay
         self._corrects_momentum = momentum_bias_correction
         self._max_grad_norm, self._partial = settings.max_grad_norm, settings.partial
-        self._rates = GroupRates(schedule)
+        self._shown_rates = [schedule.peak_lr] * len(self.param_groups)
         self._moving = np.array([*[1.0] * len(self.param_groups), 0.0])  # by group, and for frozen parameters
         # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
         self._defers = not delay and rule is not Rule.SOFT_SIGN
@@ -303,6 +318,36 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not isinstance(decay, numbers.Real) or not 0 <= float(decay) < math.inf:
             raise UserError(f"a parameter group has weight_decay {decay!r}; expected a number of at least 0")
 
+    def show_learning_rates(self) -> np.ndarray:
+        """Write the learning rates of the coming step into the parameter groups, as ``step`` does.
+
+        Returns fp64[groups + 1]: the schedule's rate times each group's ``lr_scale``, and 0 for frozen parameters.
+
+        Raises:
+            UserError: if the rate is negative or not finite, or a group's ``lr`` was changed from outside.
+        """
+        rate = float(self._schedule.lr(self.step_count))
+        if not 0 <= rate < math.inf:
+            raise UserError(
+                f"the schedule's learning rate of step {self.step_count} is {rate}; expected a finite number of at"
+                " least 0"
+            )
+        rates = rate * np.array([*map(itemgetter("lr_scale"), self.param_groups), 0.0])
+        for index, group in enumerate(self.param_groups):
+            if group["lr"] not in (self._shown_rates[index], rates[index]):
+                remedy = "make one of a torch scheduler by TabulatedSchedule.from_torch, or use lr_scale"
+                if group["lr"] == 0.0:
+                    remedy += (
+                        ". If get_optimizer_state_dict() of torch.distributed.checkpoint did it: the state of this"
+                        " optimizer is what optimizer.state_dict() or portable_state_dict() gives"
+                    )
+                raise UserError(
+                    f"the learning rate of parameter group {index} was set to {group['lr']:g} from outside; the"
+                    f" schedule gives it: {remedy}"
+                )
+            self._shown_rates[index] = group["lr"] = float(rates[index])
+        return rates
+
     # Overridden by subclasses.
 
     def _plan(self, step: int) -> StepPlan:
@@ -334,9 +379,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             weight=self._moving,
             total=self._moving,
             step_size=sizes,
-            bound=np.full_like(sizes, np.inf) if v is None else v.bound(sizes),
             decay=decay,
             since_sync=SinceSynchronization(before.total + sizes, before.decay * decay, before.steps + 1),
+            step_bound=None if v is None else v.step_bound,
         )
 
     def _averaged(self, coefficients: Coefficients) -> None:
@@ -369,7 +414,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         # without a mean the status is of this node alone; the next exchange sends it to the others
         if plan.averages and found.status is Status.GIVING_UP:
             self._give_up()
-        rates = self._rates.show(step, self.param_groups)
+        rates = self.show_learning_rates()
         coefficients = self._coefficients(step, rates, found.multiplier, refresh=plan.averages and found.is_used)
         coefficients = replace(coefficients, mean=found.mean)
         # right after a synchronization u is 0: such a step can be called off on all replicas when one overflows
@@ -424,7 +469,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not coefficients.total.any():
             # the learning rate has been 0 since the last synchronization: u is 0 and there is no mean to take
             self._step_locally(plan, coefficients, found)
-            self._local.since_sync = self._local.start
+            self._local.since_sync = replace(self._local.start, agrees=self._local.since_sync.agrees)
             return True
         if exchange is None or (self._local.since_sync.agrees and plan.averages):
             self._synchronize_locally(coefficients, found.is_used)
@@ -438,10 +483,11 @@ class FlatOptimizer(torch.optim.Optimizer):
         whole = replace(coefficients, local_scale=1.0)  # with a delay the weights include u before x moves
         work = Contribution(whole, found.is_used, status, self._local.is_fresh, found.overflow_here)
         exchange.send(work)
-        if self._delay:
+        if not self._delay:
+            return self._receive(work)
+        if self._masks:
             self._frozen_elements.restore(self._local.x)
-            return True
-        return self._receive(work)
+        return True
 
     def _step_locally(self, plan: StepPlan, coefficients: Coefficients, found: StepGradient) -> None:
         """Local step: add to u without communication."""
@@ -456,7 +502,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _run(self, phase: Phase, coefficients: Coefficients) -> None:
         """Run ``phase`` on all blocks of this replica."""
         self._local.run(replace(phase, fresh=self._local.is_fresh), coefficients)
-        if phase.write_weights:
+        if phase.write_weights and self._masks:
             self._frozen_elements.restore(self._local.x)
 
     def _receive(self, work: Contribution) -> bool:
@@ -467,7 +513,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._give_up()
         if work.fresh and worst >= Status.OVERFLOW:
             return False
-        self._frozen_elements.restore(self._local.x)
+        if self._masks:
+            self._frozen_elements.restore(self._local.x)
         self._local.since_sync = self._local.start
         return True
 
@@ -606,7 +653,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         exchange = self._exchange
         if exchange is None or self._sharded is not None or not self._local.is_fresh or not plan.synchronizes:
             return None
-        rates = self._rates.show(step, self.param_groups)
+        rates = self.show_learning_rates()
         coefficients = self._coefficients(step, rates, 1.0 / scale, refresh=False)
         # a u that holds earlier steps may only take a finite one; clipping needs the whole norm first
         if self._max_grad_norm is not None or not coefficients.total.any():
@@ -719,7 +766,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._whole.check_unchanged():
             self._check_unmodified()
         with self._whole.restoring_weights() if self._delay else nullcontext():
-            self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
+            self._flat.write_weights(self._local.x)
             self._share_weights()
             self._holds_replicated = True
             try:
@@ -747,7 +794,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _adopt_weights(self) -> None:
         """Make the model's weights the master weights."""
-        self._flat.read_weights(0, self._flat.blocks.num_blocks, self._local.x)
+        self._flat.read_weights(self._local.x)
         self._frozen_elements.save(self._local.x)
 
     def _check_unmodified(self) -> None:
@@ -759,7 +806,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self.is_pending or self._weights_are_ahead:
             return
         with self._whole.restoring_weights() as found:
-            self._flat.write_weights(0, self._flat.blocks.num_blocks, self._local.x)
+            self._flat.write_weights(self._local.x)
             known = self._whole.has_equal_weights(found)
             # without accumulated steps the weights are x, and u may hold gradients that are being exchanged
             if not known and not self._local.is_fresh:
@@ -842,7 +889,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             numbers += [float(self._weights_are_ahead), float(self._unrecorded is not None), *map(float, unrecorded)]
             if not self._is_single:
                 own["weights"] = torch.empty_like(self._local.x)
-                self._flat.read_weights(0, self._flat.blocks.num_blocks, own["weights"])
+                self._flat.read_weights(own["weights"])
         return own | {"scalars": torch.tensor(numbers, dtype=torch.float64)}
 
     @torch.no_grad()
@@ -858,7 +905,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
         if self._weights_are_ahead and not self._is_single:
-            self._flat.write_weights(0, self._flat.blocks.num_blocks, own["weights"])
+            self._flat.write_weights(own["weights"])
         else:
             self._derive_weights()
         self._resumed()
@@ -933,7 +980,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._exchange is not None and self._exchange.exchange.error_places():
             self._exchange.exchange.set_errors(mean)
         elif mean.any():
-            rates = self._rates.at(self.step_count, self.param_groups)
+            rates = self.show_learning_rates()
             coefficients = self._coefficients(self.step_count, rates, 1.0, refresh=False)
             momentum = self._local.m.clone()
             whole = replace(coefficients, decay=np.ones_like(coefficients.decay))
@@ -1044,10 +1091,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         """torch.distributed's group of the processes that share this optimizer; None for the default group."""
         given = self._process_group
         return getattr(given.world, "process_group", None) if isinstance(given, Topology) else given
-
-    def show_learning_rates(self) -> None:
-        """Write the learning rates of the coming step into the parameter groups, as ``step`` does."""
-        self._rates.show(self.step_count, self.param_groups)
 
     def _exclude_frozen(self, *, anew: bool = False) -> None:
         """Freeze parameters that no longer require a gradient, at the weights of the last synchronization.

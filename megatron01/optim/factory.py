@@ -2,61 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import ErrorPlace, Topology
-from megatron01.comm.payload import OwnedBlocks
+from megatron01.comm import Topology
 from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer, load_class, own_arguments
 from megatron01.errors import UserError
-from megatron01.optim.grad_scaling import LossScaler
-from megatron01.optim.report import DeferredReport, StepReport
+from megatron01.optim.adam import Adam
+from megatron01.optim.base import FlatOptimizer
+from megatron01.optim.gradients import LossScaler
 from megatron01.optim.schedule import Schedule
-from megatron01.optim.settings import CommonArguments
-from megatron01.optim.shard_ranks import ModelShardRanks
+from megatron01.optim.settings import CommonArguments, ModelShardRanks
 from megatron01.utils.precision import DTYPES
 
-
-class PretrainOptimizer(Protocol):
-    """Interface between training and optimizers; ``FlatOptimizer`` and ``Adam`` document the members."""
-
-    @property
-    def step_count(self) -> int: ...
-    @property
-    def last_step(self) -> StepReport | None: ...
-    @property
-    def loss_scale(self) -> float: ...
-    @property
-    def flat_order(self) -> list[str] | None: ...
-    @property
-    def owned(self) -> OwnedBlocks | None: ...
-    def attach(self, model: torch.nn.Module) -> torch.nn.Module: ...
-    def no_sync(self) -> AbstractContextManager[None]: ...
-    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor: ...
-    def step(self) -> Any: ...
-    def zero_grad(self) -> None: ...
-    def sum_gradients_in_fp32(self) -> None: ...
-    def settle(self) -> DeferredReport: ...
-    def replicated_weights(self) -> AbstractContextManager[None]: ...
-    def fill_master_parameters(self, fill: Callable[[str, torch.Tensor], None]) -> None: ...
-    def replicated_state(self) -> dict[str, torch.Tensor]: ...
-    def replica_state(self) -> dict[str, torch.Tensor]: ...
-    def averaged_state(self) -> dict[str, torch.Tensor]: ...
-    def error_places(self) -> dict[str, ErrorPlace]: ...
-    def load_average(
-        self,
-        replicated: dict[str, torch.Tensor],
-        average: dict[str, torch.Tensor],
-        errors: Mapping[str, torch.Tensor],
-        scalars: torch.Tensor,
-    ) -> None: ...
-    def load_state(self, replicated: dict[str, torch.Tensor], replica: dict[str, torch.Tensor]) -> None: ...
-    def fingerprint(self, only: Collection[str] | None = None) -> str: ...
+PretrainOptimizer = FlatOptimizer | Adam
+"""What training asks of an optimizer, members that both of these have."""
 
 
 def weight_decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

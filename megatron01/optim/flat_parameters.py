@@ -72,6 +72,7 @@ class Segment(NamedTuple):
 
     Attributes:
         first, last: blocks [first, last) of state buffers.
+        place: of these blocks' elements in state buffers.
         group: number of the parameter group; -1 for frozen parameters.
         weights: [elements] of the model.
         gradients: [elements]; None while there are none.
@@ -79,6 +80,7 @@ class Segment(NamedTuple):
 
     first: int
     last: int
+    place: slice
     group: int
     weights: Tensor
     gradients: Tensor | None
@@ -197,15 +199,18 @@ class FlatParameters:
         """[blocks * block_size] zeros on the parameters' device."""
         return torch.zeros(self.blocks.num_elements, dtype=dtype, device=self.device)
 
-    def segments(self, first: int, last: int, frozen: frozenset[int] = frozenset()) -> Iterator[Segment]:
+    def segments(
+        self, first: int = 0, last: int | None = None, frozen: frozenset[int] = frozenset()
+    ) -> Iterator[Segment]:
         """The blocks [first, last), cut where type or group changes; parameters in ``frozen`` have the group -1."""
+        last = self.blocks.num_blocks if last is None else last
         size = self.blocks.block_size
         for start, end, group, place, buffers in self._cut(frozen):
             low, high = max(first, start), min(last, end)
             if low < high:
                 part = slice(place + (low - start) * size, place + (high - start) * size)
                 gradients = None if buffers.gradients is None else buffers.gradients[part]
-                yield Segment(low, high, group, buffers.weights[part], gradients)
+                yield Segment(low, high, slice(low * size, high * size), group, buffers.weights[part], gradients)
 
     def _cut(self, frozen: frozenset[int]) -> list[tuple[int, int, int, int, _Buffers]]:
         """All segments: first and last + 1 block, group, first element in their buffers, and those buffers."""
@@ -245,23 +250,23 @@ class FlatParameters:
         """Views of the model's weights of the blocks [first, last), in order, [elements] each."""
         return [buffers.weights[part] for buffers, part in self._pieces(first, last)]
 
-    # Copies from and to flat buffers of other types, such as fp32 master weights.
+    # Copies from and to flat buffers ([elements]) of other types, such as fp32 master weights.
 
     def read_gradients(self, first: int, last: int, out: Tensor) -> None:
-        """out ([elements]) <- gradients of the blocks [first, last)."""
-        for segment, part in self._with(out, first, last):
+        """out <- gradients, in the blocks [first, last)."""
+        for segment in self.segments(first, last):
             assert segment.gradients is not None
-            part.copy_(segment.gradients)
+            out[segment.place].copy_(segment.gradients)
 
-    def read_weights(self, first: int, last: int, out: Tensor) -> None:
-        """out ([elements]) <- the model's weights of the blocks [first, last)."""
-        for segment, part in self._with(out, first, last):
-            part.copy_(segment.weights)
+    def read_weights(self, out: Tensor) -> None:
+        """out <- the model's weights."""
+        for segment in self.segments():
+            out[segment.place].copy_(segment.weights)
 
-    def write_weights(self, first: int, last: int, values: Tensor) -> None:
-        """The model's weights of the blocks [first, last) <- values ([elements]), rounded to their type."""
-        for segment, part in self._with(values, first, last):
-            segment.weights.copy_(part)
+    def write_weights(self, values: Tensor) -> None:
+        """The model's weights <- values, rounded to their type."""
+        for segment in self.segments():
+            segment.weights.copy_(values[segment.place])
 
     # Parameters by name.
 
@@ -489,12 +494,6 @@ class FlatParameters:
                 if low < high:
                     yield buffers, slice(low * size, high * size)
 
-    def _with(self, flat: Tensor, first: int, last: int) -> Iterator[tuple[Segment, Tensor]]:
-        """Segments of the blocks [first, last) with their parts of ``flat``, which starts at ``first``."""
-        size = self.blocks.block_size
-        for segment in self.segments(first, last):
-            yield segment, flat[(segment.first - first) * size : (segment.last - first) * size]
-
 
 class FrozenElements:
     """Saved master weights of masked elements, which weight decay would shrink.
@@ -516,12 +515,11 @@ class FrozenElements:
 
     def restore(self, x: Tensor) -> None:
         """Write them back into ``x`` (fp32[elements]) and the model."""
-        if self._off:
-            views = [view for _, view in self._layout.named_views(x)]
-            for index, off in self._off.items():
-                weights = self._layout.parameters[index].tensor.detach()
-                views[index][off] = self._values[index]
-                weights[off] = self._values[index].to(weights.dtype)
+        views = [view for _, view in self._layout.named_views(x)]
+        for index, off in self._off.items():
+            weights = self._layout.parameters[index].tensor.detach()
+            views[index][off] = self._values[index]
+            weights[off] = self._values[index].to(weights.dtype)
 
 
 def parameter_masks(layout: FlatParameters, masks: Mapping[str, Tensor]) -> dict[int, Tensor]:

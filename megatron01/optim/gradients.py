@@ -1,263 +1,113 @@
-"""The gradient of a step: rank-local or averaged over the replicas, with its norm and overflow status."""
+"""The gradient of a step: its norm, clipping and loss scale, and when training has diverged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
-from megatron01.comm import DenseAllReduce, ErrorPlace, OneBitAllReduce, Status
+from megatron01.comm import Status
 from megatron01.comm.payload import PackedBlocks
+from megatron01.errors import UserError
 from megatron01.optim.flat_parameters import FlatParameters
-from megatron01.optim.grad_scaling import (
-    DeferredNorm,
-    OverflowGuard,
-    add_up,
-    clip_coefficient,
-    overflow_status,
-)
-from megatron01.optim.local_update import Kernels, LocalUpdate, Multiplier
-from megatron01.optim.overlap import Opened, Order
+from megatron01.optim.local_update import Kernels, Multiplier
+from megatron01.optim.report import TrainingDiverged
 from megatron01.optim.safety import SameDataWatch
-from megatron01.optim.shard_ranks import ModelShardRanks
+from megatron01.optim.schedule import integer
+from megatron01.optim.settings import ModelShardRanks, require_positive
 
 if TYPE_CHECKING:
+    from megatron01.optim.exchanges import GradientMean
     from megatron01.optim.zero import ShardedReplica
+
+_SMALL = 1e-6
 
 
 def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -> torch.Tensor:
     """fp32[last - first]: sum of squares of the gradients in each of the blocks [first, last)."""
     size = flat.blocks.block_size
-    sums = [kernels.sum_squares(s.gradients, size) for s in flat.segments(first, last) if s.gradients is not None]
+    sums = []
+    for segment in flat.segments(first, last):
+        assert segment.gradients is not None
+        sums.append(kernels.sum_squares(segment.gradients, size))
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-class OwnGradient(NamedTuple):
-    """What a replica sends to the others about its own gradient in a bucket.
+def clip_coefficient(norm: float, max_norm: float | None) -> float:
+    """Factor that clips a gradient of this norm to ``max_norm``; 1 if it is shorter or no bound is given."""
+    if max_norm is None or norm <= max_norm:
+        return 1.0
+    return max_norm / (norm + _SMALL)
 
-    Attributes:
-        status: OVERFLOW if it is not finite, where that is checked; fp32[] on the device.
-        square_sum: sum of squares without the loss scale, over the counted blocks, where that is measured; fp32[] on
-            the device.
+
+def clip_coefficients(norms: torch.Tensor, max_norm: float | None) -> torch.Tensor:
+    """``clip_coefficient`` of fp64 norms (any shape) on their device, bit-identical."""
+    if max_norm is None:
+        return torch.ones_like(norms)
+    return torch.where(norms <= max_norm, 1.0, max_norm / (norms + _SMALL))
+
+
+def add_up(square_sums: torch.Tensor) -> torch.Tensor:
+    """fp64[]: the sum, on the device of ``square_sums`` (fp32 or fp64 [blocks]).
+
+    Halves are added until one number is left: a fixed order, with the same bits on every device.
     """
+    total = square_sums.to(torch.float64, copy=True)
+    remaining = total.numel()
+    if not remaining:
+        return total.new_zeros(())
+    while remaining > 1:
+        half = (remaining + 1) // 2
+        total[: remaining - half].add_(total[half:remaining])
+        remaining = half
+    return total[0]
 
-    status: Status | torch.Tensor
-    square_sum: torch.Tensor | float
+
+def overflow_status(number: torch.Tensor) -> torch.Tensor:
+    """fp32, shaped like ``number``, on its device: ``Status.OVERFLOW`` where it is not finite, else ``Status.OK``."""
+    return (number - number).ne(0.0).float()  # inf - inf and NaN - NaN are NaN; True becomes 1.0, OVERFLOW
 
 
-class GradientMean:
-    """Averages flat gradients in place in full precision; buckets may be sent before ``finish`` sends the rest.
+class DeferredNorm:
+    """A gradient norm that stays on the device, so that the host need not wait for it.
 
     Args:
-        order: of a list of buckets, in which they are sent: the same on all replicas.
-        counted: bool[blocks], those that enter norms; None for all.
-        measures: whether each replica sends the others the norm of its own gradient.
+        scaled: fp64[] on the device: norm of the gradient, still multiplied by the loss scale.
+        inverse_scale: inverse of the loss scale.
+        max_norm: clip to this norm; None for no clipping.
+        ratio: of the mean gradient's norm to this one (see ``NormRatio``).
 
     Attributes:
-        buckets: (first, last + 1) block of each bucket.
-        begun: True between ``begin`` and ``finish``.
-        square_sum: after ``finish``, sum over the replicas of the squared norms of their own gradients (these blocks,
-            no loss scale); the same bits on all. Not finite if an element is not.
-        overflow_here: after ``finish``, True if a gradient of this replica was not finite before it was averaged. Only
-            checked with a loss scaler (fp16), whose scale it changes.
-        packed: after ``finish``, the mean by bucket where it is packed, else None.
+        multiplier: fp32[] on the device: factor on the gradient; NaN if it is not finite.
     """
 
-    packed: list[PackedBlocks] | None = None
-
-    def __init__(
-        self,
-        mean: DenseAllReduce | OneBitAllReduce,
-        flat: FlatParameters,
-        kernels: Kernels,
-        guard: OverflowGuard,
-        *,
-        order: Order,
-        counted: torch.Tensor | None = None,
-        measures: bool = False,
-    ) -> None:
-        self._mean: Any = mean
-        self._flat, self._kernels, self._guard = flat, kernels, guard
-        self._order, self._counted = order, counted
-        self._looks, self._measures = guard.loss_scaler is not None, measures
-        self._inverse_scale = 1.0
-        self.buckets = mean.buckets
-        self._own: dict[int, OwnGradient] = {}  # by bucket
-        self._sent: set[int] = set()
-        self.begun = False
-        self.overflow_here = False
-
-    def begin(self, loss_scale: float) -> None:
-        """Start an all-reduce; ``loss_scale`` is that of this replica's gradients."""
-        assert not self.begun
-        self.begun = True
-        self._inverse_scale = 1.0 / loss_scale
-        self._mean.begin(self._flat.gradients, self._flat.gradients, inverse_scale=1.0 / loss_scale)
-
-    def open(self, loss_scale: float) -> Opened:
-        """Begin during the backward pass: buckets are sent one by one, as their gradients become ready."""
-        self.begin(loss_scale)
-
-        def send(bucket: int) -> None:
-            self._flat.gather_gradients(self.buckets[bucket])
-            self.send(bucket)
-
-        return Opened(self.buckets, send)
-
-    def send(self, bucket: int) -> None:
-        """Send a bucket, whose gradients are in the flat buffer. The order is the same on all replicas."""
-        own = self._of_own(bucket)
-        self._mean.send(bucket, self._guard.status(own.status), own.square_sum)
-
-    def _of_own(self, bucket: int) -> OwnGradient:
-        """``OwnGradient`` of a bucket that is about to be sent."""
-        if bucket not in self._own:
-            self._look(bucket, bucket + 1)
-        self._sent.add(bucket)
-        return self._own[bucket]
-
-    def _look(self, first: int, last: int) -> None:
-        """Compute ``OwnGradient`` of the buckets [first, last), all at once."""
-        numbers = range(first, last)
-        statuses: Sequence[Status | torch.Tensor] = [Status.OK for _ in numbers]
-        squares: Sequence[torch.Tensor | float] = [0.0 for _ in numbers]
-        if self._looks or self._measures:
-            start, end = self.buckets[first][0], self.buckets[last - 1][1]
-            sums = square_sums(self._flat, self._kernels, start, end)  # fp32[blocks]
-            of_buckets = self._by_bucket(sums)
-            if self._looks:
-                statuses = overflow_status(of_buckets).unbind()
-            if self._measures:
-                if self._counted is not None:
-                    of_buckets = self._by_bucket(sums.masked_fill(~self._counted[start:end], 0.0))
-                squares = (of_buckets * self._inverse_scale**2).float().unbind()
-        self._own.update(zip(numbers, map(OwnGradient, statuses, squares), strict=True))
-
-    def _by_bucket(self, sums: torch.Tensor) -> torch.Tensor:
-        """fp64[buckets]: sums of fp32[blocks]; the order of additions makes no difference once rounded to fp32."""
-        length = self.buckets[0][1]  # of all but the last
-        return F.pad(sums, (0, -sums.numel() % length)).view(-1, length).sum(1, dtype=torch.float64)
-
-    def _note_own(self, worst: Status) -> None:
-        """Set ``overflow_here`` when all has been sent: ``worst`` is the most severe status of all replicas."""
-        # no host sync unless some replica has overflowed
-        self.overflow_here = worst >= Status.OVERFLOW and any(float(own.status) > 0.0 for own in self._own.values())
-        self._own.clear()
-        self._sent.clear()
+    def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None, ratio: float = 1.0) -> None:
+        norm = scaled * inverse_scale * ratio
+        multiplier = inverse_scale * clip_coefficients(norm, max_norm)
+        self.multiplier = (multiplier + norm * 0.0).float()  # 0 * inf and 0 * NaN are NaN
+        self._norm = norm
+        self._event: torch.cuda.Event | None = None
+        if norm.device.type == "cuda":
+            self._norm = torch.empty((), dtype=torch.float64, device="cpu", pin_memory=True)
+            self._norm.copy_(norm, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(norm.device))
 
     @property
-    def square_sum(self) -> float:
-        return self._mean.square_sum  # type: ignore[no-any-return]
+    def status(self) -> torch.Tensor:
+        """fp32[] on the device: ``Status.OVERFLOW`` if the gradient is not finite, else ``Status.OK``."""
+        return overflow_status(self.multiplier)
 
-    def _send_rest(self, loss_scale: float) -> None:
-        """Send the remaining buckets."""
-        if not self.begun:
-            self.begin(loss_scale)
-        if not self._sent:
-            self._look(0, len(self.buckets))
-        for bucket in self._order(self.buckets):
-            if bucket not in self._sent:
-                self.send(bucket)
-
-    def finish(self, loss_scale: float) -> tuple[Status, float]:
-        """Send the remaining buckets, and wait for all.
-
-        Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have.
-        """
-        self._send_rest(loss_scale)
-        worst, inverse_scale = self._mean.finish()
-        self.begun = False
-        self._note_own(worst)
-        return worst, inverse_scale
-
-
-class QuantizedGradientMean(GradientMean):
-    """``GradientMean`` by a compressed exchange, whose result stays packed; each replica's gradient is left as it is.
-
-    The residual is added at the next full step, however far away that is: it is a small share of its gradient, and the
-    next residual replaces it, so that residuals neither add up nor grow with the interval. Gradients are exchanged
-    without their loss scale, so that residuals stay valid when that changes.
-
-    If any replica's gradient is not finite, errors stay unchanged.
-
-    Args:
-        exchange: all-reduce of buffers like u.
-        local: the state of this replica. Right after a synchronization u takes the new worker error; at other steps
-            memory for it is allocated.
-        guard: gives the status to send to the other replicas.
-        order: as of ``GradientMean``.
-        counted: bool[blocks], those that enter norms; None for all.
-    """
-
-    def __init__(
-        self,
-        exchange: OneBitAllReduce,
-        local: LocalUpdate,
-        guard: OverflowGuard,
-        *,
-        order: Order,
-        counted: torch.Tensor | None,
-    ) -> None:
-        super().__init__(exchange, local.flat, local.kernels, guard, order=order, counted=counted, measures=True)
-        self._looks = True
-        self.exchange, self._local = exchange, local
-        self._uses_u = False
-        self._value = torch.empty(0)
-
-    def begin(self, loss_scale: float) -> None:
-        """Start an all-reduce; ``loss_scale`` is that of this replica's gradients."""
-        assert not self.begun
-        self.begun = True
-        self._inverse_scale = 1.0 / loss_scale
-        self._uses_u = self._local.is_fresh
-        self._value = self._local.u if self._uses_u else torch.empty_like(self._local.u)
-        self.exchange.begin()
-
-    def send(self, bucket: int) -> None:
-        """Send a bucket, whose gradients are in the flat buffer. The order is the same on all replicas."""
-        size, gradients = self._flat.blocks.block_size, self._flat.whole_gradients
-        if gradients is not None and self._inverse_scale == 1.0:
-            self.exchange.compress(bucket, *self.buckets[bucket], gradients, new_error=self._value)
-        else:
-            for first, last in self._local.ranges(*self.buckets[bucket]):
-                value = self._value[first * size : last * size]
-                self._flat.read_gradients(first, last, value)
-                if self._inverse_scale != 1.0:
-                    value.mul_(self._inverse_scale)
-                self.exchange.compress(bucket, first, last, self._value)
-        own = self._of_own(bucket)
-        self.exchange.send(bucket, self._guard.status(own.status), own.square_sum)
-
-    def finish(self, loss_scale: float) -> tuple[Status, float]:
-        """Send the remaining buckets, and wait for all.
-
-        Returns the most severe status of all replicas, and the inverse of the scale of ``packed``, which is 1.
-        """
-        self._send_rest(loss_scale)
-        worst = self.exchange.reduce(stop_on_overflow=True)
-        self._note_own(worst)
-        self.packed = None
-        if worst < Status.OVERFLOW:
-            buckets = enumerate(self.buckets)
-            self.packed = [PackedBlocks(self.exchange.receive(bucket), *blocks) for bucket, blocks in buckets]
-            replaced = self.exchange.swap(self._value)
-            if self._uses_u:
-                self._local.u = replaced
-        self._value, self.begun = torch.empty(0), False
-        return worst, 1.0
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """The error buffers by name."""
-        return {f"gradient_{name}": buffer for name, buffer in self.exchange.state().items()}
-
-    def error_places(self) -> dict[str, ErrorPlace]:
-        """For each of them the blocks that it belongs to."""
-        return {f"gradient_{name}": place for name, place in self.exchange.error_places().items()}
+    def __float__(self) -> float:
+        """Norm of the gradient of the loss, times ``ratio``, not finite if an element is not; a host sync."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._norm)
 
 
 @dataclass(frozen=True)
@@ -337,17 +187,13 @@ class GradientSource:
     """Averages the gradients of a step if asked to, and computes their norm.
 
     Args:
-        flat: weights and gradients.
-        kernels: do the arithmetic.
-        of_all: the mean over all processes, if any step takes one.
-        of_node: the mean inside a node that is one replica, for steps without a mean over all.
         sharded: the reduce-scatter inside the node, done before all else (ZeRO).
-        partial: the other ranks of this replica.
         max_norm: clip gradients to this norm; None for no clipping.
         ratio: estimates the norm of the mean at steps that do not take it.
 
     Attributes:
-        of_all, of_node: those given.
+        of_all: the mean over all processes, if any step takes one.
+        of_node: the mean inside a node that is one replica, for steps without a mean over all.
         counted: bool[blocks], those that enter the norm and other sums over the whole model; None for all.
         square_sums: fp32[blocks], sums of squares of gradients.
         may_be_deferred: True if a rank-local norm may stay on the device (no host sync).
@@ -442,3 +288,162 @@ class GradientSource:
             overflow_here = True
         multiplier = inverse_scale * clip_coefficient(norm, self._max_norm)
         return StepGradient(math.isfinite(norm), multiplier, norm, status, overflow_here, packed)
+
+
+class LossScaler:
+    """Doubles the scale after ``window`` good steps in a row and halves it after ``hysteresis`` overflows.
+
+    The hysteresis is only restored when the scale grows: once it is used up, every further overflow halves the scale.
+    Each replica has its own scaler. ``constant`` fixes the scale.
+
+    Attributes:
+        scale: factor on the loss; a power of two when dynamic and started as one.
+        was_read: True if a dynamic scale has been read; always True for a constant one.
+
+    Raises:
+        UserError: if an argument is out of its range, or ``initial`` below ``minimum``.
+    """
+
+    def __init__(
+        self,
+        *,
+        initial: float = 2.0**16,
+        minimum: float = 1.0,
+        window: int = 1000,
+        hysteresis: int = 2,
+        constant: float | None = None,
+    ) -> None:
+        require_positive("LossScaler: initial", initial)
+        require_positive("LossScaler: minimum", minimum)
+        require_positive("LossScaler: constant", constant, none_is="a dynamic scale")
+        if constant is None and minimum > initial:
+            raise UserError(f"min_loss_scale {minimum} is above initial_loss_scale {initial}")
+        self._scale = initial if constant is None else constant
+        self._is_dynamic = constant is None
+        self.was_read = not self._is_dynamic
+        self._minimum = minimum
+        self._window = integer("LossScaler: window", window, least=1)
+        self._hysteresis = integer("LossScaler: hysteresis", hysteresis, least=1)
+        self._good_steps = 0
+        self._overflows_left = self._hysteresis
+
+    @property
+    def scale(self) -> float:
+        self.was_read = True
+        return self._scale
+
+    def update(self, overflow: bool) -> None:
+        """Update the scale after one step."""
+        if not self._is_dynamic:
+            return
+        if overflow:
+            self._good_steps = 0
+            self._overflows_left -= 1
+            if self._overflows_left <= 0:
+                self._scale = max(self._scale / 2, self._minimum)
+            return
+        self._good_steps += 1
+        if self._good_steps >= self._window:  # above it where a loaded state comes from a run with a longer window
+            self._good_steps = 0
+            self._overflows_left = self._hysteresis
+            self._scale *= 2
+
+    def state(self) -> list[float]:
+        """State for ``load_state``: scale, good steps, and overflows left."""
+        return [self._scale, float(self._good_steps), float(self._overflows_left)]
+
+    def load_state(self, state: list[float]) -> None:
+        """Load ``state``, limited by this scaler's settings, which may differ from those it was saved with.
+
+        No-op for a constant scale, and for a saved scale of 0, which is that of a run without loss scaling.
+        """
+        if state[0] == 0.0 or not self._is_dynamic:
+            return
+        self._scale = max(state[0], self._minimum)
+        self._good_steps = int(state[1])
+        self._overflows_left = min(int(state[2]), self._hysteresis)
+
+
+class OverflowGuard:
+    """The loss scale of a replica and its number of consecutive skipped steps.
+
+    Args:
+        loss_scaler: for fp16; None for no loss scaling.
+        max_skipped_steps: consecutive skipped steps after which training has diverged.
+        on_norm: called with each deferred norm, once it is known.
+    """
+
+    def __init__(
+        self,
+        loss_scaler: LossScaler | None,
+        max_skipped_steps: int,
+        on_norm: Callable[[float], object] = lambda norm: None,
+    ) -> None:
+        self.loss_scaler = loss_scaler
+        self._max_skipped_steps = max_skipped_steps
+        self._skipped_in_a_row = 0
+        self._deferred: tuple[DeferredNorm, bool] | None = None
+        self._on_norm = on_norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss; 1 without a loss scaler."""
+        if self.loss_scaler is None:
+            return 1.0
+        self._catch_up()
+        return self.loss_scaler.scale
+
+    @property
+    def given_up(self) -> bool:
+        """Whether too many steps in a row were skipped."""
+        self._catch_up()
+        return self._skipped_in_a_row >= self._max_skipped_steps
+
+    def status(self, own: Status | torch.Tensor = Status.OK) -> Status | torch.Tensor:
+        """Status to send to the other replicas; ``own`` is that of this replica's gradient (fp32[] if a tensor)."""
+        return Status.GIVING_UP if self.given_up else own
+
+    def record(self, *, overflow_here: bool, skipped: bool) -> None:
+        """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""
+        self._catch_up()
+        if self.loss_scaler is not None and (overflow_here or not skipped):
+            self.loss_scaler.update(overflow_here)
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+
+    def record_deferred(self, norm: DeferredNorm, *, called_off: bool = False) -> None:
+        """Record a step with a deferred norm; it is read when the guard's state is next needed.
+
+        That is at the next step's end at the latest. By then that step's passes are queued, so the host sync does not
+        leave the device idle. ``called_off``: the step was called off, whatever this replica's gradient.
+        """
+        self._catch_up()
+        self._deferred = norm, called_off
+
+    def _catch_up(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            norm, called_off = float(deferred[0]), deferred[1]
+            self._on_norm(norm)
+            overflow = not math.isfinite(norm)
+            self.record(overflow_here=overflow, skipped=overflow or called_off)
+
+    def diverged(self, step: int) -> TrainingDiverged:
+        """The error to raise at ``step``."""
+        return TrainingDiverged(
+            f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
+            f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data",
+            is_here=self.given_up,
+        )
+
+    def scalars(self) -> list[float]:
+        """Numbers from which ``load_scalars`` continues."""
+        self._catch_up()
+        scaler = [0.0, 0.0, 0.0] if self.loss_scaler is None else self.loss_scaler.state()
+        return [float(self._skipped_in_a_row), *scaler]
+
+    def load_scalars(self, scalars: Iterator[float]) -> None:
+        self._deferred = None
+        self._skipped_in_a_row = int(next(scalars))
+        state = list(islice(scalars, 3))
+        if self.loss_scaler is not None:
+            self.loss_scaler.load_state(state)

@@ -126,8 +126,8 @@ class Coefficients:
         weight: of this step's momentum in u.
         total: of the weights in u, this step included (G); 0 for frozen parameters.
         step_size: factor on u where it moves x.
-        bound: largest movement of a weight.
         decay: P, product of (1 - lr * weight decay) since the last synchronization, this step included.
+        step_bound: largest movement of a weight, in units of ``total`` times ``step_size``; None for no bound.
         never_falls: soft sign: b' is never below b (the bound of AMSGrad).
         local_scale: factor on u in the model's weights, until x has moved by it.
         kept: share of the sum of momenta in what is exchanged; the rest is the last momentum times G.
@@ -144,9 +144,9 @@ class Coefficients:
     weight: np.ndarray
     total: np.ndarray
     step_size: np.ndarray
-    bound: np.ndarray
     decay: np.ndarray
     since_sync: SinceSynchronization
+    step_bound: float | None = None
     never_falls: bool = False
     local_scale: float = 1.0
     kept: float = 0.0
@@ -160,6 +160,7 @@ class Coefficients:
         if not phase.keep_momentum:  # before an exchange
             kept = self.kept
             weight = kept * weight + (1.0 - kept) * total
+        bound = np.inf if self.step_bound is None else self.step_bound * self.total[group] * self.step_size[group]
         return Numbers(
             self.rule,
             multiplier if isinstance(multiplier, Tensor) else float(np.float32(multiplier)),
@@ -171,7 +172,7 @@ class Coefficients:
             float(np.float32(weight)),
             total,
             float(np.float32(self.step_size[group]) * scale),
-            float(np.float32(self.bound[group])),
+            float(np.float32(bound)),
             float(np.float32(self.decay[group])),
             self.never_falls,
         )
@@ -251,10 +252,10 @@ class SecondMoment:
         beta2: float,
         *,
         eps: float,
-        mode: Literal["elapsed", "per_refresh"],
-        floor: float,
-        bias_correction: bool,
-        step_bound: float | None,
+        mode: Literal["elapsed", "per_refresh"] = "per_refresh",
+        floor: float = 0.0,
+        bias_correction: bool = True,
+        step_bound: float | None = None,
     ) -> None:
         for name, value in (("betas[1]", beta2), ("variance_decay_floor", floor)):
             if not 0.0 <= value < 1.0:
@@ -269,13 +270,8 @@ class SecondMoment:
         self._bias_correction = bias_correction
         self._last_refresh = -1
         self._product = 1.0  # of all decays so far
-        self.eps = eps
-        self._step_bound = step_bound
+        self.eps, self.step_bound = eps, step_bound
         self.settings = (eps, beta2, mode, floor, bias_correction, step_bound)
-
-    def bound(self, rates: np.ndarray) -> np.ndarray:
-        """Largest movement of a weight, shaped like ``rates`` (fp64), which are summed since synchronization."""
-        return np.full_like(rates, np.inf) if self._step_bound is None else self._step_bound * rates
 
     def at(self, step: int) -> float:
         """Decay of a refresh at ``step``."""
@@ -359,7 +355,7 @@ class LocalUpdate:
         means = coefficients.mean if phase.gradient else None
         for low, high, packed in [(first, last, None)] if means is None else common_blocks(means, first, last):
             for segment in self.flat.segments(low, high, self.frozen):
-                place = slice(segment.first * size, segment.last * size)
+                place = segment.place
                 state = self.x[place], self.v[place], self.m[place], self.u[place]
                 gradients: Tensor | PackedBlocks | None = segment.gradients if phase.gradient else None
                 if packed is not None:

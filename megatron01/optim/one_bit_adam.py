@@ -19,9 +19,8 @@ from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.kernels.specification import block_sums
 from megatron01.optim.local_update import Coefficients, Rule, SecondMoment
-from megatron01.optim.policies import StepPlan
-from megatron01.optim.schedule import Schedule
-from megatron01.optim.settings import CommonArguments, integer, quantizer_of
+from megatron01.optim.schedule import Schedule, StepPlan, integer
+from megatron01.optim.settings import CommonArguments, quantizer_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +66,7 @@ class OneBitAdam(FlatOptimizer):
             freeze_step = integer("freeze_step", freeze_step, least=1)
         if not 0.0 < freeze_ratio <= 1.0:
             raise UserError(f"freeze_ratio is {freeze_ratio}; expected a number in (0, 1]")
-        self._v = SecondMoment(
-            betas[1],
-            eps=eps,
-            mode="per_refresh",
-            floor=0.0,
-            bias_correction=variance_bias_correction,
-            step_bound=step_bound,
-        )
+        self._v = SecondMoment(betas[1], eps=eps, bias_correction=variance_bias_correction, step_bound=step_bound)
         self._freeze_step = math.inf if freeze_step is None else freeze_step
         self._freeze_ratio = freeze_ratio
         self._automatic = freeze_step is None

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
-from megatron01.comm.payload import HEADER_BYTES, seal
+from megatron01.comm.payload import HEADER_BYTES
 from megatron01.comm.transport import Work, read_checked
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
@@ -30,8 +30,7 @@ from megatron01.parallel.process_groups import lost_replica
 
 if TYPE_CHECKING:
     from megatron01.optim.flat_parameters import FlatParameters
-    from megatron01.optim.policies import StepPlan
-    from megatron01.optim.schedule import Schedule
+    from megatron01.optim.schedule import Schedule, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -185,10 +184,6 @@ class ReplicaCheck:
     sent after full steps that follow another kind of step, every 8th full step, and the first synchronization in 128
     steps: this depends on the step alone, so it is the same on all replicas. They are read after the next step that
     exchanges something. Reported traffic does not include them.
-
-    Args:
-        topology: the replicas.
-        flat: the parameters.
     """
 
     _FULL_INTERVAL = 8
@@ -249,21 +244,14 @@ class ReplicaCheck:
         frozen = [not parameter.tensor.requires_grad for parameter in self._flat.parameters]
         groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
         numbers = [step, _number(frozen), _number(groups), sum(map(_checksum, replicated))]
-        own = torch.tensor([_as_int64(number) for number in numbers], dtype=torch.int64).view(torch.uint8)
-        row = torch.cat([own.new_zeros(HEADER_BYTES), own]).to(self._flat.device)
-        seal(row[None])
-        rows = row.new_empty(self._transport.size, row.numel())
+        own = torch.tensor(numbers, dtype=torch.int64).view(torch.uint8)
         before = self._transport.bytes_sent
-        self._sent = step, rows, self._transport.all_gather(rows, row)
+        self._sent = step, *self._transport.gather(own.to(self._flat.device))
         self._transport.bytes_sent = before
 
 
 def _number(value: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little")
-
-
-def _as_int64(number: int) -> int:
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little", signed=True)
 
 
 def _checksum(tensor: Tensor) -> int:

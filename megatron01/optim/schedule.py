@@ -1,21 +1,21 @@
-"""Learning-rate schedules as pure functions of the step.
+"""The learning rate of each step, and what replicas do at it (T_v and T_u): pure functions of the step.
 
-A step is the number of optimizer steps taken before it: the first is 0. Names and formulas of the styles are
-Megatron-LM's; ``exponential`` is the BERT recipe of the 0/1 Adam paper: x ``decay_rate`` every
-``decay_interval`` steps.
+A step is the number of optimizer steps taken before it: the first is 0. No state needs a checkpoint: a resumed run,
+another rank or a plotting tool gets the same answer for the same step. Names and formulas of the learning rate's styles
+are Megatron-LM's; ``exponential`` is the BERT recipe of the 0/1 Adam paper: x ``decay_rate`` every ``decay_interval``
+steps.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from megatron01.config import OptimizerConfig
 from megatron01.errors import UserError, nearest
@@ -238,49 +238,25 @@ def as_schedule(schedule: Schedule | float) -> Schedule:
     )
 
 
+class TakesSchedule:
+    """Base of optimizers: says where the learning rate goes if ``schedule``, the second argument, is missing."""
+
+    def __new__(cls, *args: Any, **arguments: Any) -> Self:
+        is_missing = len(args) < 2 and "schedule" not in arguments
+        if is_missing and "schedule" in inspect.signature(cls.__init__).parameters:
+            raise UserError(
+                f"{cls.__name__} lacks the learning rate; expected it, or a schedule of it, as the second argument,"
+                f" schedule: {cls.__name__}(params, 1e-3)"
+            )
+        return super().__new__(cls)
+
+
 def sample(schedule: Schedule) -> tuple[float, int, int | None, list[float]]:
     """Fingerprint of a schedule without reading every step: its bounds and some learning rates."""
     last = 1 << 20 if schedule.total_steps is None else schedule.total_steps - 1
     steps = {1 << power for power in range(last.bit_length())} | {last * part // 8 for part in range(9)}
     rates = [float(schedule.lr(step)) for step in sorted(steps)]
     return float(schedule.peak_lr), schedule.warmup_steps, schedule.total_steps, rates
-
-
-class GroupRates:
-    """Learning rates of an optimizer's parameter groups: the schedule's, times each group's ``lr_scale``."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._shown: dict[int, float] = {}  # by group, as last written into it
-
-    def at(self, step: int, groups: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """fp64[groups + 1]: learning rates of ``step``, and 0 for frozen parameters.
-
-        Raises:
-            UserError: if the schedule gives no number, or one that is negative or not finite.
-        """
-        rate = float(self._schedule.lr(step))
-        if not 0 <= rate < math.inf:
-            raise UserError(
-                f"the schedule's learning rate of step {step} is {rate}; expected a finite number of at least 0"
-            )
-        return rate * np.array([*map(itemgetter("lr_scale"), groups), 0.0])
-
-    def show(self, step: int, groups: Sequence[dict[str, Any]]) -> np.ndarray:
-        """The same, also written into the groups' ``lr``.
-
-        Raises:
-            UserError: if a group's ``lr`` was changed from outside since the last call.
-        """
-        rates = self.at(step, groups)
-        for index, (group, rate) in enumerate(zip(groups, rates[:-1], strict=True)):
-            if group["lr"] not in (self._shown.get(index, self._schedule.peak_lr), rate):
-                raise UserError(
-                    f"the learning rate of parameter group {index} was set to {group['lr']:g} from outside; the "
-                    "schedule gives it: make one of a torch scheduler by TabulatedSchedule.from_torch, or use lr_scale"
-                )
-            self._shown[index] = group["lr"] = float(rate)
-        return rates
 
 
 def build_schedule(config: OptimizerConfig, train_iters: int) -> LRSchedule:
@@ -307,3 +283,166 @@ def build_schedule(config: OptimizerConfig, train_iters: int) -> LRSchedule:
         wsd_decay_steps=config.lr_wsd_decay_iters,
         wsd_decay_style=config.lr_wsd_decay_style,
     )
+
+
+def integer(name: str, value: int, *, least: int) -> int:
+    """``value`` as Python's own int.
+
+    Raises:
+        UserError: if it is none (8.0 is not), or below ``least``.
+    """
+    if not isinstance(value, numbers.Integral) or value < least:
+        raise UserError(f"{name} is {value}; expected an int of at least {least}")
+    return operator.index(value)
+
+
+# T_v and T_u, when to refresh the second moment and when to synchronize.
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the replicas do at a step; the same on all.
+
+    Attributes:
+        averages: t in T_v: gradients are averaged in full precision.
+        synchronizes: t in T_u: x moves.
+        interval: steps between two synchronizations around this step.
+        key: seed of the exchange, for a quantizer that draws random numbers.
+    """
+
+    averages: bool
+    synchronizes: bool = True
+    interval: int = 1
+    key: int = 0
+
+
+IntervalFunction = Callable[[int], int]
+"""Interval between two synchronizations that holds at a step."""
+
+
+class SyncPolicy:
+    """T_u: step t synchronizes when t - t' has reached ``interval(t)``, t' the last that did; so does the last step.
+
+    The replicas start equal, as if step -1 had synchronized. A memo only saves recomputation.
+
+    Attributes:
+        interval: steps between two synchronizations around a step.
+        shortest: the interval right after the warm-up.
+    """
+
+    def __init__(self, interval: IntervalFunction, total_steps: int | None, shortest: int = 1) -> None:
+        self.interval = interval
+        self.shortest = shortest
+        self._last_step = None if total_steps is None else total_steps - 1
+        self._synchronizes = bytearray()
+        self._previous = -1
+        self._first_longer: int | None = None
+
+    def synchronizes(self, step: int) -> bool:
+        """Whether ``step`` is in T_u."""
+        for t in range(len(self._synchronizes), step + 1):
+            interval = self.interval(t)
+            if interval > self.shortest and self._first_longer is None:
+                self._first_longer = t
+            due = t - self._previous >= interval or t == self._last_step
+            self._synchronizes.append(due)
+            if due:
+                self._previous = t
+        return bool(self._synchronizes[step])
+
+    def has_grown(self, step: int) -> bool:
+        """Whether the interval at ``step`` or at any step before it was above the shortest."""
+        self.synchronizes(step)  # looks at all of them
+        return self._first_longer is not None and self._first_longer <= step
+
+
+class VariancePolicy:
+    """T_v: k_0 = 0, k_{j+1} = k_j + 2^floor(j / kappa), until the second moment is frozen for good.
+
+    It freezes at ``freeze_step``, or, when that is None, at the first step whose synchronization interval is above the
+    shortest one.
+    """
+
+    def __init__(self, kappa: int, freeze_step: int | None, sync_policy: SyncPolicy) -> None:
+        self._kappa = integer("variance_kappa", kappa, least=1)
+        self._freeze_step = None if freeze_step is None else integer("variance_freeze_step", freeze_step, least=1)
+        self._sync_policy = sync_policy
+        if not self.refreshes(0):
+            raise UserError(
+                "the synchronization policy takes local steps from step 0 on, which leaves none to estimate the second "
+                "moment; give variance_freeze_step, or a warm-up"
+            )
+
+    def refreshes(self, step: int) -> bool:
+        """Whether ``step`` is in T_v."""
+        if self._freeze_step is None:
+            if self._sync_policy.has_grown(step):
+                return False
+        elif step >= self._freeze_step:
+            return False
+        # refreshes a * kappa to (a + 1) * kappa - 1 start at step kappa * (2^a - 1) and lie 2^a apart
+        doublings = (step // self._kappa + 1).bit_length() - 1
+        return (step - self._kappa * ((1 << doublings) - 1)) % (1 << doublings) == 0
+
+
+def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) -> IntervalFunction:
+    """1 in the warm-up, then ``shortest`` times the largest power of two not above peak / lr(t), cut to a maximum."""
+    peak = schedule.peak_lr
+
+    def interval(step: int) -> int:
+        if step < schedule.warmup_steps or peak == 0.0:
+            return 1
+        rate = schedule.lr(step)
+        if rate * max_interval <= peak:
+            return max_interval
+        return min(max_interval, shortest << int(math.log2(peak / rate)))
+
+    return interval
+
+
+def constant_interval(steps: int) -> IntervalFunction:
+    """A constant interval of ``steps``."""
+    return lambda step: steps
+
+
+def doubling_interval(start: int, period: int, max_interval: int) -> IntervalFunction:
+    """1 until ``start``, then doubled after each further ``period`` steps (the published experiments: 12500, 32678)."""
+
+    def interval(step: int) -> int:
+        doublings = max(0, step - start) // period
+        return min(max_interval, 1 << min(doublings, max_interval.bit_length()))
+
+    return interval
+
+
+def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncPolicy:
+    """The policy that ``text`` names: schedule, schedule:K, every, constant:K or doubling:START,PERIOD.
+
+    Raises:
+        UserError: if it names none, or ``max_interval`` is not an int of at least 1.
+    """
+    max_interval = integer("max_sync_interval", max_interval, least=1)
+    name, _, rest = text.partition(":")
+    try:
+        numbers = [int(part) for part in rest.split(",")] if rest else []
+    except ValueError:
+        numbers = [-1]
+    shortest = 1
+    if name == "schedule" and (not rest or (len(numbers) == 1 and numbers[0] >= 1)):
+        shortest = min(numbers[0] if rest else 1, max_interval)
+        # as every interval of this policy, the shortest one times a power of two
+        interval = schedule_interval(schedule, shortest << ((max_interval // shortest).bit_length() - 1), shortest)
+    elif name == "every" and not rest:
+        interval = constant_interval(1)
+    elif name == "constant" and len(numbers) == 1 and numbers[0] >= 1:
+        interval = constant_interval(numbers[0])
+    elif name == "doubling" and len(numbers) == 2 and numbers[0] >= 0 and numbers[1] >= 1:
+        interval = doubling_interval(numbers[0], numbers[1], max_interval)
+    else:
+        names = ("schedule", "every", "constant", "doubling")
+        hint = "" if name in names else nearest(name, names)
+        raise UserError(
+            f"sync_policy is {text!r}; expected schedule, every, schedule:K or constant:K (K >= 1), or"
+            f" doubling:START,PERIOD{hint}"
+        )
+    return SyncPolicy(interval, schedule.total_steps, shortest)

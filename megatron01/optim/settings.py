@@ -5,25 +5,24 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron01.comm import Topology
-from megatron01.comm.payload import HEADER_BYTES, digest, seal
+from megatron01.comm import Status, Topology
+from megatron01.comm.payload import digest
 from megatron01.comm.transport import read_checked
 from megatron01.errors import UserError
+from megatron01.optim.schedule import integer
 from megatron01.utils.precision import DTYPES
 
 if TYPE_CHECKING:
     from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
-    from megatron01.optim.grad_scaling import LossScaler
-    from megatron01.optim.shard_ranks import ModelShardRanks
+    from megatron01.optim.gradients import LossScaler
 
 
 def require_positive(name: str, value: float | None, *, none_is: str | None = None) -> None:
@@ -51,15 +50,50 @@ def quantizer_of(compressor: str) -> Literal["sign", "none"]:
     return "sign" if compressor == "one_bit" else "none"
 
 
-def integer(name: str, value: int, *, least: int) -> int:
-    """``value`` as Python's own int.
+class ShardRanks(Protocol):
+    """Interface to the ranks of one replica."""
 
-    Raises:
-        UserError: if it is none (8.0 is not), or below ``least``.
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """All-gather of fp64 numbers, by rank. Collective."""
+
+
+@dataclass(frozen=True)
+class ModelShardRanks:
+    """The ranks that hold one replica together, and the parameters that all of them hold.
+
+    A rank's shard may be that of tensor parallelism, or of the optimizer (``megatron01.optim.zero``). It optimizes it
+    together with the ranks that hold the same shard of the other replicas. Decisions from a whole gradient (clipping,
+    skipping a step, freezing) must be the same on all shards of a replica. Then replicated parameters stay
+    bit-identical: they have the same place in buffers of the same layout, and the same gradients, coefficients and
+    random draws.
+
+    Attributes:
+        ranks: those of this replica. Methods that use them are collective.
+        replicated: names of the parameters that every rank holds whole, with the same gradient.
     """
-    if not isinstance(value, numbers.Integral) or value < least:
-        raise UserError(f"{name} is {value}; expected an int of at least {least}")
-    return operator.index(value)
+
+    ranks: ShardRanks
+    replicated: Collection[str]
+
+    def counts(self, name: str) -> bool:
+        """True if this rank's copy of a parameter counts in a sum over the whole model: one copy of each does."""
+        return self.ranks.rank == 0 or name not in self.replicated
+
+    def counted_blocks(self, layout: FlatParameters) -> np.ndarray:
+        """bool[blocks]: ``counts`` for each block of a flat buffer."""
+        return np.array([self.counts(parameter.name) for parameter in layout.parameters])[layout.block_parameter]
+
+    def sums(self, *numbers: float) -> list[float]:
+        """Sums over the ranks, in rank order: the same bits on all."""
+        return [sum(of_ranks) for of_ranks in zip(*self.ranks.gather(numbers), strict=True)]
+
+    def most_severe(self, status: Status) -> Status:
+        """The most severe status of any rank."""
+        return Status(int(max(number for (number,) in self.ranks.gather([status]))))
 
 
 class CommonArguments(TypedDict, total=False):
@@ -206,10 +240,8 @@ def _different(value: object, device: torch.device, topology: Topology) -> list[
     if topology.world.size == 1:
         return []
     own = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8)
-    row = torch.from_numpy(np.pad(own, (HEADER_BYTES, 0))).to(device)
-    seal(row[None])
-    digests = torch.zeros(topology.world.size, row.numel(), dtype=torch.uint8, device=device)
-    topology.world.all_gather(digests, row).wait()
+    digests, work = topology.world.gather(torch.tensor(own, device=device))
+    work.wait()
     topology.world.check(digests)
     topology.reset_counters()
     differs = read_checked([(digests != digests[0]).any(1).float()], topology.world)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron01.config import OptimizerConfig, PretrainConfig
@@ -72,18 +71,29 @@ def _zero_one_adam_arguments(config: PretrainConfig) -> dict[str, Any]:
 # Step tables: what each step of a run exchanges.
 
 
+@dataclass(frozen=True)
+class _KnownRates:
+    """A ``Schedule`` whose learning rates have been computed, as policies read each several times."""
+
+    peak_lr: float
+    warmup_steps: int
+    total_steps: int | None
+    rates: list[float]
+
+    def lr(self, step: int) -> float:
+        return self.rates[step]
+
+
 def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
     import numpy as np
 
-    from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy
+    from megatron01.optim.schedule import SyncPolicy, VariancePolicy, build_sync_policy
 
     def by_step(function: Any) -> NDArray[np.int64]:
         return np.fromiter(map(function, range(rates.size)), np.int64, rates.size)
 
-    # the policies read each learning rate and each interval several times: both are tabulated
-    bounds = {name: getattr(schedule, name) for name in ("peak_lr", "warmup_steps", "total_steps")}
-    tabulated: Any = SimpleNamespace(**bounds, lr=rates.tolist().__getitem__)
-    named_policy = build_sync_policy(config.sync_policy, tabulated, config.max_sync_interval)
+    known = _KnownRates(schedule.peak_lr, schedule.warmup_steps, schedule.total_steps, rates.tolist())
+    named_policy = build_sync_policy(config.sync_policy, known, config.max_sync_interval)
     interval = by_step(named_policy.interval)
     sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps, named_policy.shortest)
     variance_policy = VariancePolicy(config.variance_kappa, config.variance_freeze_step, sync_policy)

@@ -17,32 +17,27 @@ import torch
 
 from megatron01.comm import Status, Topology
 from megatron01.comm.all_reduce import ScatteredMean
-from megatron01.comm.payload import HEADER_BYTES, seal
+from megatron01.comm.payload import HEADER_BYTES
 from megatron01.comm.transport import Transport, read_checked
 from megatron01.errors import UserError
+from megatron01.optim.exchanges import GradientMean
 from megatron01.optim.flat_parameters import FlatParameters
-from megatron01.optim.grad_scaling import OverflowGuard
-from megatron01.optim.gradients import GradientMean
+from megatron01.optim.gradients import OverflowGuard
 from megatron01.optim.local_update import Kernels
 from megatron01.optim.overlap import Order
-from megatron01.optim.shard_ranks import ModelShardRanks
+from megatron01.optim.settings import ModelShardRanks
 
 
 class ShardedReplica:
     """This process's shard of its node's optimizer.
 
     Args:
-        whole: the model's weights and gradients.
         topology: one whose replicas are nodes of several processes.
-        kernels: do the arithmetic.
         guard: of this process's gradients.
         wire_dtype: type of averaged gradients on the wire.
-        bucket_elements: elements of a bucket.
-        backend: of the row kernels.
         order: in which buckets are sent inside the node.
 
     Attributes:
-        topology: the one given.
         across: the topology of the processes that own the same shard, one on each node.
         owned: the blocks whose state this process keeps.
         flat: these blocks of the flat parameters.
@@ -135,12 +130,9 @@ class NodeProcesses:
         return self._transport.rank
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        row = torch.zeros(HEADER_BYTES + 8 * len(numbers), dtype=torch.uint8)
-        row[HEADER_BYTES:] = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
-        own = row.to(self._device)
-        seal(own[None])
-        rows = own.new_empty(self._transport.size, own.numel())
-        self._transport.all_gather(rows, own).wait()
+        own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(self._device)
+        rows, work = self._transport.gather(own)
+        work.wait()
         self._transport.check(rows)
         found = read_checked([rows[:, HEADER_BYTES:].contiguous().view(torch.float64).view(-1)], self._transport)
         return [found[start : start + len(numbers)] for start in range(0, len(found), len(numbers))]

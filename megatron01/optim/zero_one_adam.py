@@ -19,8 +19,7 @@ import torch
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment
-from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy
-from megatron01.optim.schedule import Schedule, as_schedule
+from megatron01.optim.schedule import Schedule, StepPlan, VariancePolicy, as_schedule, build_sync_policy
 from megatron01.optim.settings import CommonArguments, quantizer_of
 
 _LARGEST_KAPPA_IN_BF16 = 64
@@ -83,7 +82,7 @@ class ZeroOneAdam(FlatOptimizer):
                 f" moment by less than bf16 can tell; with state_dtype bf16, expected elapsed and"
                 f" {_LARGEST_KAPPA_IN_BF16} at most"
             )
-        self._v = SecondMoment(
+        v = SecondMoment(
             betas[1],
             eps=eps,
             mode=variance_decay,
@@ -103,7 +102,7 @@ class ZeroOneAdam(FlatOptimizer):
             beta1=betas[0],
             quantizer=quantizer_of(compressor),
             averages=True,
-            second_moment=self._v,
+            second_moment=v,
             momentum_bias_correction=momentum_bias_correction,
             delay=delay,
             state_dtype=state_dtype,
@@ -133,7 +132,6 @@ class ZeroOneAdam(FlatOptimizer):
             weight=found.step_size,
             total=since.total,
             step_size=np.ones_like(rates),
-            bound=self._v.bound(since.total),
             decay=since.decay,
             local_scale=1.0 if self._is_single else self._local_scale,
             kept=1.0 if self._is_single else max(0.0, 1.0 - self._half_life / since.steps),

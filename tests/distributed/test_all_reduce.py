@@ -23,7 +23,7 @@ def own_value(rank: int, num_blocks: int, step: int = 0) -> torch.Tensor:
 
 def one_bit(transport: Any, num_blocks: int, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
     layout = short_last_block(num_blocks)
-    reduce = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1, **settings)
+    reduce = OneBitAllReduce(layout, transport, active=layout.real_elements(), **settings)
     results = []
     for step in range(steps):
         value = own_value(transport.rank, num_blocks, step)

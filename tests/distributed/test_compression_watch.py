@@ -11,7 +11,7 @@ import torch
 
 from megatron01.comm.payload import CompressionNorms
 from megatron01.optim import LRSchedule, OneBitAdam
-from megatron01.optim.compressed_all_reduce import CompressionWatch
+from megatron01.optim.exchanges import CompressionWatch
 from tests.distributed.harness import run_ranks
 
 SHAPES = ((70, 33), (900,), (5,))

@@ -14,8 +14,8 @@ from torch import nn
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
-from megatron01.optim.grad_scaling import LossScaler
-from megatron01.optim.shard_ranks import ModelShardRanks
+from megatron01.optim.gradients import LossScaler
+from megatron01.optim.settings import ModelShardRanks
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after

@@ -14,7 +14,7 @@ from megatron01.data.bert import model_batch
 from megatron01.models import GPT2, Bert
 from megatron01.monitor.metrics import Meter
 from megatron01.optim import LossScaler, LRSchedule, ZeroOneAdam
-from megatron01.optim.grad_scaling import DeferredNorm
+from megatron01.optim.gradients import DeferredNorm
 from megatron01.parallel.process_groups import Progress
 from megatron01.pretraining import BERT, GPT
 from megatron01.training.step import LocalComputeTime, LossModule, training_step

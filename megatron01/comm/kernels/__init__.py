@@ -112,7 +112,7 @@ def build_codec(
     """
     if quantizer not in get_args(Quantizer):
         raise ValueError(f"quantizer is {quantizer!r}; expected {', '.join(get_args(Quantizer))}")
-    match _chosen(backend, device):
+    match chosen_backend(backend, device):
         case "cpu":
             from megatron01.comm.kernels.cpu import CPUCodec  # compiled kernels are only loaded where they are used
 
@@ -129,7 +129,7 @@ def build_codec(
 
 def build_row_kernels(device: torch.device, *, num_threads: int | None = None, backend: str = "auto") -> RowKernels:
     """Row kernels alone, chosen as by ``build_codec``."""
-    match _chosen(backend, device):
+    match chosen_backend(backend, device):
         case "cpu":
             from megatron01.comm.kernels.cpu import CPURows
 
@@ -144,12 +144,12 @@ def build_row_kernels(device: torch.device, *, num_threads: int | None = None, b
             return ReferenceRows()
 
 
-def _chosen(backend: str, device: torch.device) -> str:
+def chosen_backend(backend: str, device: torch.device) -> str:
     """The back end, with "auto" resolved."""
     if backend == "auto":
         return "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
     if backend not in ("cpu", "triton", "reference"):
-        raise ValueError(f"codec backend is {backend!r}; expected auto, cpu, triton or reference")
+        raise ValueError(f"backend is {backend!r}; expected auto, cpu, triton or reference")
     if backend == "triton":
         require_triton()
     return backend

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from megatron01.comm.kernels import require_triton, triton_serves
+from megatron01.comm.kernels import chosen_backend
 from megatron01.optim.local_update import Kernels
 
 
-def build_kernels(device: torch.device, *, num_threads: int | None = None, backend: str = "auto") -> Kernels:
+def build_kernels(device: torch.device, *, backend: str = "auto") -> Kernels:
     """The fastest kernels for a device, or those that ``backend`` names.
 
     Args:
@@ -18,20 +18,16 @@ def build_kernels(device: torch.device, *, num_threads: int | None = None, backe
         ValueError: backend is none of those.
         UserError: backend is "triton", but Triton is not installed or the parameters are not on a GPU.
     """
-    if backend == "auto":
-        backend = "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
-    if backend == "cpu":
-        # compiled kernels are only loaded where they are used
-        from megatron01.optim.kernels.cpu import CPUKernels
+    match chosen_backend(backend, device):
+        case "cpu":
+            from megatron01.optim.kernels.cpu import CPUKernels  # compiled kernels are only loaded where they are used
 
-        return CPUKernels(num_threads or torch.get_num_threads())
-    if backend == "triton":
-        require_triton()
-        from megatron01.optim.kernels.gpu import TritonKernels
+            return CPUKernels(torch.get_num_threads())
+        case "triton":
+            from megatron01.optim.kernels.gpu import TritonKernels
 
-        return TritonKernels(device)
-    if backend == "reference":
-        from megatron01.optim.kernels.specification import TorchKernels
+            return TritonKernels(device)
+        case _:
+            from megatron01.optim.kernels.specification import TorchKernels
 
-        return TorchKernels(device)
-    raise ValueError(f"backend is {backend!r}; expected auto, cpu, triton or reference")
+            return TorchKernels(device)

@@ -55,7 +55,7 @@ def decode(one_bit: OneBitAllReduce, results: list[Packed]) -> torch.Tensor:
 def take_steps(
     transport: Transport, layout: BlockLayout, active: torch.Tensor, steps: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
-    one_bit = OneBitAllReduce(layout, transport, active=active.clone(), num_threads=1, **settings)
+    one_bit = OneBitAllReduce(layout, transport, active=active.clone(), **settings)
     buffer, results = torch.empty(layout.num_elements), []
     for step in range(steps):
         buffer.copy_(own_value(layout, transport.rank, step))
@@ -165,7 +165,7 @@ def test_random_draws_differ_between_replicas_and_steps() -> None:
 
 def send_zeros(transport: Transport, layout: BlockLayout) -> list[torch.Tensor]:
     """The new errors after exchanging zeros, which reveal the random draws."""
-    one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), quantizer="random", num_threads=1)
+    one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), quantizer="random")
     codes = []
     for step in range(2):
         one_bit.state()["worker_error"].zero_()
@@ -176,9 +176,7 @@ def send_zeros(transport: Transport, layout: BlockLayout) -> list[torch.Tensor]:
 
 
 def withdrawn(transport: InProcessTransport, layout: BlockLayout, severe: Status) -> None:
-    one_bit = OneBitAllReduce(
-        layout, transport, active=layout.real_elements(), bucket_elements=4 * BLOCK, num_threads=1
-    )
+    one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), bucket_elements=4 * BLOCK)
     value = own_value(layout, transport.rank, 0)
     value = exchange(one_bit, value, key=0)[2]
     before = {name: tensor.clone() for name, tensor in one_bit.state().items()}
@@ -197,7 +195,7 @@ def withdrawn(transport: InProcessTransport, layout: BlockLayout, severe: Status
     value.copy_(own_value(layout, transport.rank, 2))
     worst, packed, _ = exchange(one_bit, value, key=2, stop_on_overflow=True)
     assert worst is Status.OK
-    fresh = OneBitAllReduce(layout, transport, active=layout.real_elements(), bucket_elements=4 * BLOCK, num_threads=1)
+    fresh = OneBitAllReduce(layout, transport, active=layout.real_elements(), bucket_elements=4 * BLOCK)
     for name, tensor in fresh.state().items():
         tensor.copy_(before[name])
     other = exchange(fresh, own_value(layout, transport.rank, 2), key=2)[1]
@@ -214,7 +212,7 @@ def test_a_status_that_calls_nothing_off_is_told_to_all(status: Status) -> None:
     layout = layout_of([BLOCK] * 7, BLOCK)
 
     def worker(transport: Transport) -> tuple[Status, torch.Tensor]:
-        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements())
         value = own_value(layout, transport.rank, 0)
         own = status if transport.rank == 0 else Status.OK
         worst, packed, _ = exchange(one_bit, value, key=0, status=own, stop_on_overflow=False)
@@ -229,7 +227,7 @@ def test_swapping_gives_the_old_error_and_keeps_the_new_one() -> None:
     layout = layout_of([BLOCK] * 3, BLOCK)
 
     def worker(transport: Transport) -> None:
-        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements())
         old = one_bit.state()["worker_error"]
         value = own_value(layout, transport.rank, 0)
         returned = exchange(one_bit, value, key=0)[2]
@@ -242,7 +240,7 @@ def test_all_reduce_does_the_same_in_one_call() -> None:
     layout = layout_of([BLOCK] * 10 + [3], BLOCK)
 
     def worker(transport: Transport) -> list[torch.Tensor]:
-        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), bucket_elements=1, num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=layout.real_elements(), bucket_elements=1)
         results = []
         for step in range(3):
             value = own_value(layout, transport.rank, step)
@@ -282,7 +280,7 @@ def test_the_errors_add_up_to_what_has_not_been_sent(quantizer: Quantizer) -> No
 
     def worker(transport: Transport) -> tuple[torch.Tensor, dict[str, Any]]:
         one_bit = OneBitAllReduce(
-            layout, transport, active=layout.real_elements(), quantizer=quantizer, bucket_elements=1, num_threads=1
+            layout, transport, active=layout.real_elements(), quantizer=quantizer, bucket_elements=1
         )
         one_bit.all_reduce(own_value(layout, transport.rank, 0))
         errors = {name: tensor.clone() for name, tensor in one_bit.state().items()}
@@ -305,9 +303,7 @@ def test_what_an_exchange_loses_is_measured(quantizer: Quantizer) -> None:
     active = random_active(layout, 1, 0.8)
 
     def worker(transport: Transport) -> None:
-        one_bit = OneBitAllReduce(
-            layout, transport, active=active, quantizer=quantizer, bucket_elements=4 * BLOCK, num_threads=1
-        )
+        one_bit = OneBitAllReduce(layout, transport, active=active, quantizer=quantizer, bucket_elements=4 * BLOCK)
         value = own_value(layout, transport.rank, 0)
         total = value.clone() * unpack_mask(active, BLOCK).flatten()  # the errors are 0 before
         one_bit.begin(watch=True)
@@ -334,7 +330,7 @@ def test_an_element_that_is_taken_out_loses_its_error() -> None:
 
     def worker(transport: Transport) -> None:
         active = layout.real_elements()
-        one_bit = OneBitAllReduce(layout, transport, active=active, num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=active)
         value = exchange(one_bit, own_value(layout, transport.rank, 0), key=0)[2]
         active[3] = 0
         value.copy_(own_value(layout, transport.rank, 1))
@@ -353,7 +349,7 @@ def test_memory_is_two_errors_and_two_payloads() -> None:
 
     def worker(transport: Transport) -> int:
         active = layout.real_elements()
-        one_bit = OneBitAllReduce(layout, transport, active=active, bucket_elements=1 << 16, num_threads=1)
+        one_bit = OneBitAllReduce(layout, transport, active=active, bucket_elements=1 << 16)
         one_bit.all_reduce(torch.ones(layout.num_elements))
         seen: dict[int, int] = {}
         pending: list[Any] = [one_bit]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron01.comm import Status
 from megatron01.optim import LossScaler
-from megatron01.optim.grad_scaling import DeferredNorm, OverflowGuard, add_up, clip_coefficient, overflow_status
+from megatron01.optim.gradients import DeferredNorm, OverflowGuard, add_up, clip_coefficient, overflow_status
 from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Rule
 from megatron01.optim.report import StepReport

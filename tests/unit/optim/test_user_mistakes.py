@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from megatron01 import optim
 from megatron01.config import OptimizerConfig
 from megatron01.errors import UserError
 from megatron01.optim import LossScaler, OneBitAdam, TabulatedSchedule, ZeroOneAdam
@@ -360,3 +362,29 @@ def in_inference_mode_only_the_optimizer() -> None:
 def test_what_is_built_in_inference_mode_is_refused(build: Any) -> None:
     with pytest.raises(UserError, match="inference_mode"):
         build()
+
+
+@pytest.mark.parametrize(
+    "name", ["Adam", "BinSGDM", "OneBitAdam", "QuantizedAdam", "SGDM", "SoftSignSGD", "ZeroOneAdam"]
+)
+def test_a_learning_rate_given_as_to_torch_is_told_its_place(name: str) -> None:
+    for arguments in ({"lr": 1e-3}, {}):
+        with pytest.raises(UserError, match=f"{name}.*second argument, schedule"):
+            getattr(optim, name)([nn.Parameter(torch.ones(1))], **arguments)
+
+
+def test_an_optimizer_of_ones_own_may_name_its_arguments_as_it_likes() -> None:
+    class Renamed(ZeroOneAdam):
+        def __init__(self, params: Any, lr: float) -> None:
+            super().__init__(params, lr)
+
+    assert Renamed([nn.Parameter(torch.ones(1))], lr=0.5).schedule.peak_lr == 0.5
+
+
+def test_torchs_distributed_checkpoint_is_told_where_the_state_is() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = ZeroOneAdam(model.named_parameters(), 1e-2)
+    with pytest.raises(
+        UserError, match=r"get_optimizer_state_dict.*optimizer\.state_dict\(\) or portable_state_dict\(\)"
+    ):
+        get_optimizer_state_dict(model, optimizer)

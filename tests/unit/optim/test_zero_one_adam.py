@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from megatron01.comm import Topology
+from megatron01.comm.transport import Transport
 from megatron01.errors import UserError
 from megatron01.optim import (
     LossScaler,
@@ -18,6 +20,7 @@ from megatron01.optim import (
     ZeroOneAdam,
     weight_decay_groups,
 )
+from tests.unit.comm.in_process import run_replicas
 
 
 def small_model(seed: int = 0) -> nn.Sequential:
@@ -403,3 +406,31 @@ def test_gradients_of_bf16_weights_may_be_summed_in_fp32_by_torch(computed: bool
         optimizer.zero_grad()
         assert weight.grad is None
     assert torch.equal(*weights) and weights[0][0] > weights[0][1024]
+
+
+def replica_with_a_pause(transport: Transport) -> tuple[list[str], list[str]]:
+    """The kind of each step and the replicated state's digest after it; the learning rate of step 5 is 0."""
+    parameter = nn.Parameter(torch.ones(64))
+    optimizer = ZeroOneAdam(
+        [parameter],
+        TabulatedSchedule([0.1] * 5 + [0.0] + [0.1] * 6),
+        process_group=Topology.flat(transport),
+        sync_policy="every",
+        variance_kappa=2,
+        variance_freeze_step=20,
+    )
+    generator = torch.Generator().manual_seed(transport.rank)
+    kinds, digests = [], []
+    for _ in range(12):
+        parameter.grad = torch.randn(64, generator=generator)
+        optimizer.step()
+        assert optimizer.last_step is not None
+        kinds.append(optimizer.last_step.kind)
+        digests.append(optimizer.fingerprint())
+    return kinds, digests
+
+
+def test_replicas_stay_equal_when_a_full_step_follows_one_whose_learning_rate_is_0() -> None:
+    """Nothing is exchanged at that step, so their momenta differ: the full step has to exchange more than gradients."""
+    (kinds, digests), others = run_replicas(replica_with_a_pause, 2)
+    assert kinds[5:7] == ["one_bit", "full"] and (kinds, digests) == others

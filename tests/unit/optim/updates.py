@@ -115,9 +115,9 @@ def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coe
         weight=np.array([0.1, 0.2, 0.0]),
         total=np.array([0.3, 0.7, 1.0]),
         step_size=np.array([1.0, 0.5, 1.0]),
-        bound=np.array([0.7, np.inf, np.inf]),
         decay=np.array([0.99, 1.0, 1.0]),
-        since_sync=SinceSynchronization(np.zeros(2), np.ones(2)),
+        since_sync=SinceSynchronization(np.zeros(3), np.ones(3)),
+        step_bound=2.0,
         never_falls=never_falls,
     )
 
