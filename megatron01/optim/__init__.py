@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron01.config.registry import OptimizerSpec as OptimizerSpec
     from megatron01.optim.adam import Adam as Adam
-    from megatron01.optim.averaging import SGDM as SGDM
-    from megatron01.optim.averaging import QuantizedAdam as QuantizedAdam
     from megatron01.optim.bin_sgdm import BinSGDM as BinSGDM
     from megatron01.optim.bin_sgdm import SoftSignSGD as SoftSignSGD
     from megatron01.optim.factory import PretrainOptimizer as PretrainOptimizer
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from megatron01.optim.factory import weight_decay_groups as weight_decay_groups
     from megatron01.optim.gradients import LossScaler as LossScaler
     from megatron01.optim.one_bit_adam import OneBitAdam as OneBitAdam
+    from megatron01.optim.quantized_adam import QuantizedAdam as QuantizedAdam
     from megatron01.optim.report import StepKind as StepKind
     from megatron01.optim.report import StepReport as StepReport
     from megatron01.optim.report import TrainingDiverged as TrainingDiverged
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from megatron01.optim.schedule import Schedule as Schedule
     from megatron01.optim.schedule import TabulatedSchedule as TabulatedSchedule
     from megatron01.optim.schedule import build_schedule as build_schedule
+    from megatron01.optim.sgdm import SGDM as SGDM
     from megatron01.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 
 _MODULES = {
@@ -37,8 +37,8 @@ _MODULES = {
     "OneBitAdam": "optim.one_bit_adam",
     "OptimizerSpec": "config.registry",
     "PretrainOptimizer": "optim.factory",
-    "QuantizedAdam": "optim.averaging",
-    "SGDM": "optim.averaging",
+    "QuantizedAdam": "optim.quantized_adam",
+    "SGDM": "optim.sgdm",
     "Schedule": "optim.schedule",
     "SoftSignSGD": "optim.bin_sgdm",
     "StepKind": "optim.report",

@@ -77,8 +77,9 @@ from megatron01.optim.local_update import (
     SinceSynchronization,
 )
 from megatron01.optim.overlap import EarlyStart, Opened, Order
+from megatron01.optim.policies import StepPlan
 from megatron01.optim.report import DeferredReport, StepKind, StepReport
-from megatron01.optim.schedule import Schedule, StepPlan, TakesSchedule, as_schedule, sample
+from megatron01.optim.schedule import Schedule, TakesSchedule, as_schedule, sample
 from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
 from megatron01.optim.zero import ShardedReplica
 

@@ -18,8 +18,9 @@ import numpy as np
 from megatron01.comm import random_key
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Rule
+from megatron01.optim.policies import StepPlan
 from megatron01.optim.report import StepKind
-from megatron01.optim.schedule import Schedule, StepPlan
+from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
 
 

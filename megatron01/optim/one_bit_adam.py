@@ -19,7 +19,8 @@ from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.kernels.specification import block_sums
 from megatron01.optim.local_update import Coefficients, Rule, SecondMoment
-from megatron01.optim.schedule import Schedule, StepPlan, integer
+from megatron01.optim.policies import StepPlan
+from megatron01.optim.schedule import Schedule, integer
 from megatron01.optim.settings import CommonArguments, quantizer_of
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,8 @@ from megatron01.parallel.process_groups import lost_replica
 
 if TYPE_CHECKING:
     from megatron01.optim.flat_parameters import FlatParameters
-    from megatron01.optim.schedule import Schedule, StepPlan
+    from megatron01.optim.policies import StepPlan
+    from megatron01.optim.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -87,7 +87,7 @@ class _KnownRates:
 def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
     import numpy as np
 
-    from megatron01.optim.schedule import SyncPolicy, VariancePolicy, build_sync_policy
+    from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy
 
     def by_step(function: Any) -> NDArray[np.int64]:
         return np.fromiter(map(function, range(rates.size)), np.int64, rates.size)

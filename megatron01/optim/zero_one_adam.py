@@ -19,7 +19,8 @@ import torch
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment
-from megatron01.optim.schedule import Schedule, StepPlan, VariancePolicy, as_schedule, build_sync_policy
+from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy
+from megatron01.optim.schedule import Schedule, as_schedule
 from megatron01.optim.settings import CommonArguments, quantizer_of
 
 _LARGEST_KAPPA_IN_BF16 = 64

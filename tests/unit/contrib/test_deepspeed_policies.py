@@ -9,7 +9,8 @@ import pytest
 from megatron01.config import GPTPretrainConfig
 from megatron01.config.fields import Settings
 from megatron01.contrib.deepspeed import translate
-from megatron01.optim.schedule import LRSchedule, SyncPolicy, VariancePolicy, build_sync_policy
+from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy
+from megatron01.optim.schedule import LRSchedule
 
 
 @dataclass

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron01.errors import UserError
 from megatron01.optim import LRSchedule
-from megatron01.optim.schedule import SyncPolicy, VariancePolicy, build_sync_policy, constant_interval
+from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy, constant_interval
 
 
 def open_end() -> SyncPolicy:

@@ -1,4 +1,4 @@
-"""Optimizers that average gradients at every step: SGD with momentum, and Adam with 4 or 8 bits on the wire."""
+"""Adam whose gradients are averaged in 4 or 8 bits, with error feedback, at every step."""
 
 from __future__ import annotations
 
@@ -9,26 +9,6 @@ from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Rule, SecondMoment
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments
-
-
-class SGDM(FlatOptimizer):
-    """m <- beta m + (1 - beta) g ; x <- x - lr m; arguments not listed are those of ``CommonArguments``.
-
-    A learning rate here is 1 / (1 - beta) times one of ``torch.optim.SGD`` with ``momentum=beta`` and no dampening.
-
-    Args:
-        beta: decay of the momentum.
-    """
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        schedule: Schedule | float,
-        *,
-        beta: float = 0.9,
-        **common: Unpack[CommonArguments],
-    ) -> None:
-        super().__init__(params, schedule, rule=Rule.PLAIN, beta1=beta, quantizer=None, averages=True, **common)
 
 
 class QuantizedAdam(FlatOptimizer):

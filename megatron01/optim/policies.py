@@ -1,0 +1,162 @@
+"""When to refresh the second moment (T_v) and when to synchronize (T_u): pure functions of the step.
+
+They keep no state to checkpoint: a resumed run, another rank or a plotting tool gets the same answer for the same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron01.errors import UserError, nearest
+from megatron01.optim.schedule import Schedule, integer
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the replicas do at a step; the same on all.
+
+    Attributes:
+        averages: t in T_v: gradients are averaged in full precision.
+        synchronizes: t in T_u: x moves.
+        interval: steps between two synchronizations around this step.
+        key: seed of the exchange, for a quantizer that draws random numbers.
+    """
+
+    averages: bool
+    synchronizes: bool = True
+    interval: int = 1
+    key: int = 0
+
+
+IntervalFunction = Callable[[int], int]
+"""Interval between two synchronizations that holds at a step."""
+
+
+class SyncPolicy:
+    """T_u: step t synchronizes when t - t' has reached ``interval(t)``, t' the last that did; so does the last step.
+
+    The replicas start equal, as if step -1 had synchronized. A memo only saves recomputation.
+
+    Attributes:
+        interval: steps between two synchronizations around a step.
+        shortest: the interval right after the warm-up.
+    """
+
+    def __init__(self, interval: IntervalFunction, total_steps: int | None, shortest: int = 1) -> None:
+        self.interval = interval
+        self.shortest = shortest
+        self._last_step = None if total_steps is None else total_steps - 1
+        self._synchronizes = bytearray()
+        self._previous = -1
+        self._first_longer: int | None = None
+
+    def synchronizes(self, step: int) -> bool:
+        """Whether ``step`` is in T_u."""
+        for t in range(len(self._synchronizes), step + 1):
+            interval = self.interval(t)
+            if interval > self.shortest and self._first_longer is None:
+                self._first_longer = t
+            due = t - self._previous >= interval or t == self._last_step
+            self._synchronizes.append(due)
+            if due:
+                self._previous = t
+        return bool(self._synchronizes[step])
+
+    def has_grown(self, step: int) -> bool:
+        """Whether the interval at ``step`` or at any step before it was above the shortest."""
+        self.synchronizes(step)  # looks at all of them
+        return self._first_longer is not None and self._first_longer <= step
+
+
+class VariancePolicy:
+    """T_v: k_0 = 0, k_{j+1} = k_j + 2^floor(j / kappa), until the second moment is frozen for good.
+
+    It freezes at ``freeze_step``, or, when that is None, at the first step whose synchronization interval is above the
+    shortest one.
+    """
+
+    def __init__(self, kappa: int, freeze_step: int | None, sync_policy: SyncPolicy) -> None:
+        self._kappa = integer("variance_kappa", kappa, least=1)
+        self._freeze_step = None if freeze_step is None else integer("variance_freeze_step", freeze_step, least=1)
+        self._sync_policy = sync_policy
+        if not self.refreshes(0):
+            raise UserError(
+                "the synchronization policy takes local steps from step 0 on, which leaves none to estimate the second "
+                "moment; give variance_freeze_step, or a warm-up"
+            )
+
+    def refreshes(self, step: int) -> bool:
+        """Whether ``step`` is in T_v."""
+        if self._freeze_step is None:
+            if self._sync_policy.has_grown(step):
+                return False
+        elif step >= self._freeze_step:
+            return False
+        # refreshes a * kappa to (a + 1) * kappa - 1 start at step kappa * (2^a - 1) and lie 2^a apart
+        doublings = (step // self._kappa + 1).bit_length() - 1
+        return (step - self._kappa * ((1 << doublings) - 1)) % (1 << doublings) == 0
+
+
+def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) -> IntervalFunction:
+    """1 in the warm-up, then ``shortest`` times the largest power of two not above peak / lr(t), cut to a maximum."""
+    peak = schedule.peak_lr
+
+    def interval(step: int) -> int:
+        if step < schedule.warmup_steps or peak == 0.0:
+            return 1
+        rate = schedule.lr(step)
+        if rate * max_interval <= peak:
+            return max_interval
+        return min(max_interval, shortest << int(math.log2(peak / rate)))
+
+    return interval
+
+
+def constant_interval(steps: int) -> IntervalFunction:
+    """A constant interval of ``steps``."""
+    return lambda step: steps
+
+
+def doubling_interval(start: int, period: int, max_interval: int) -> IntervalFunction:
+    """1 until ``start``, then doubled after each further ``period`` steps (the published experiments: 12500, 32678)."""
+
+    def interval(step: int) -> int:
+        doublings = max(0, step - start) // period
+        return min(max_interval, 1 << min(doublings, max_interval.bit_length()))
+
+    return interval
+
+
+def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncPolicy:
+    """The policy that ``text`` names: schedule, schedule:K, every, constant:K or doubling:START,PERIOD.
+
+    Raises:
+        UserError: if it names none, or ``max_interval`` is not an int of at least 1.
+    """
+    max_interval = integer("max_sync_interval", max_interval, least=1)
+    name, _, rest = text.partition(":")
+    try:
+        numbers = [int(part) for part in rest.split(",")] if rest else []
+    except ValueError:
+        numbers = [-1]
+    shortest = 1
+    if name == "schedule" and (not rest or (len(numbers) == 1 and numbers[0] >= 1)):
+        shortest = min(numbers[0] if rest else 1, max_interval)
+        # as every interval of this policy, the shortest one times a power of two
+        interval = schedule_interval(schedule, shortest << ((max_interval // shortest).bit_length() - 1), shortest)
+    elif name == "every" and not rest:
+        interval = constant_interval(1)
+    elif name == "constant" and len(numbers) == 1 and numbers[0] >= 1:
+        interval = constant_interval(numbers[0])
+    elif name == "doubling" and len(numbers) == 2 and numbers[0] >= 0 and numbers[1] >= 1:
+        interval = doubling_interval(numbers[0], numbers[1], max_interval)
+    else:
+        names = ("schedule", "every", "constant", "doubling")
+        hint = "" if name in names else nearest(name, names)
+        raise UserError(
+            f"sync_policy is {text!r}; expected schedule, every, schedule:K or constant:K (K >= 1), or"
+            f" doubling:START,PERIOD{hint}"
+        )
+    return SyncPolicy(interval, schedule.total_steps, shortest)
