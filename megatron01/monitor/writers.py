@@ -47,15 +47,15 @@ class ConsoleWriter:
         self._first: tuple[int, float] | None = None  # iteration and time of this attempt's first line
 
     def _seconds_left(self, metrics: Metrics) -> float | None:
-        """By the clock since the first line, pauses included; None in that line, whose steps compile kernels."""
+        """Estimated from the time since the first line, all pauses included; in that line, from its step time."""
         if metrics.step_seconds is None:
             return None
-        now = self._clock()
+        now, left = self._clock(), max(0, self._train_iters - metrics.iteration)
         if self._first is None:
             self._first = (metrics.iteration, now)
         iteration, began = self._first
-        passed, left = metrics.iteration - iteration, max(0, self._train_iters - metrics.iteration)
-        return left * (now - began) / passed if passed > 0 else None
+        passed = metrics.iteration - iteration
+        return left * ((now - began) / passed if passed > 0 else metrics.step_seconds)
 
     def write(self, metrics: Metrics) -> None:
         width = len(str(self._train_iters))

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron01.checkpoint.load import choose_start
 from megatron01.checkpoint.manifest import TRACKER_NAME, describe_file
-from megatron01.cli import checkpoint as checkpoint_command
+from megatron01.cli import COMMANDS
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, initialize
@@ -85,13 +85,13 @@ class Checkpoints:
         self._closing.close()
 
     def _list(self, place: Path, numbers: random.Random) -> None:
-        checkpoint_command(["list", str(place)], "checkpoint")
+        COMMANDS["checkpoint"].run(["list", str(place)], "checkpoint")
 
     def _verify(self, place: Path, numbers: random.Random) -> None:
-        checkpoint_command(["verify", str(place)], "checkpoint")
+        COMMANDS["checkpoint"].run(["verify", str(place)], "checkpoint")
 
     def _inspect(self, place: Path, numbers: random.Random) -> None:
-        checkpoint_command(["inspect", str(place / f"iter_{numbers.choice(SAVED):07d}")], "checkpoint")
+        COMMANDS["checkpoint"].run(["inspect", str(place / f"iter_{numbers.choice(SAVED):07d}")], "checkpoint")
 
     def _resume(self, place: Path, numbers: random.Random) -> tuple[int, str]:
         load = numbers.choice(["auto", str(place), str(place / "iter_0000006")])

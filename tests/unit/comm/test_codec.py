@@ -391,5 +391,5 @@ def test_block_sizes_are_powers_of_two(block_size: int) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="quantizer is 'ternary'; expected sign, random, 4bit, 8bit"):
         build_codec(64, "ternary", CPU)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="codec backend is 'fpga'"):
+    with pytest.raises(ValueError, match="backend is 'fpga'"):
         build_codec(64, "sign", CPU, backend="fpga")

@@ -55,13 +55,13 @@ def test_console_lines_are_aligned_and_fit() -> None:
 
 
 def test_console_lines_say_how_long_steps_take_and_what_is_left() -> None:
-    """Time left: by the clock, pauses included, since the first line, whose steps compile kernels."""
+    """Time left: from step times at first, then from the clock, which includes evaluations and checkpoints."""
     stream, now = io.StringIO(), [100.0]
     console = ConsoleWriter(train_iters=100, stream=stream, clock=lambda: now[0])
     for iteration, now[0] in ((10, 100.0), (20, 200.0), (100, 1000.0)):
         console.write(metrics(iteration, step_seconds=0.5))
     lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
-    assert lines == ["iter 10/100 500 ms", "iter 20/100 500 ms 13.3 min left", "iter 100/100 500 ms"]
+    assert lines == ["iter 10/100 500 ms 45.0 s left", "iter 20/100 500 ms 13.3 min left", "iter 100/100 500 ms"]
     console.write(metrics(100, step_seconds=41.9))
     assert stream.getvalue().endswith("    41.9 s\n")
 
