@@ -59,8 +59,8 @@ def run_all(arguments: argparse.Namespace) -> None:
                         append(arguments.output, name, run, result_of(run, arguments))
 
 
-BEST_RATES = {"gpt2": 5.7e-3, "bert": 4e-3}
-"""Adam's best learning rates on the grid."""
+BEST_RATES = {"gpt2": 5.7e-3, "bert": 2.8e-3}
+"""Adam's best learning rates on the grid, by the mean of five seeds."""
 
 
 def describe(task: str, variant: Variant, rate: float, seed: int, arguments: argparse.Namespace) -> Run:

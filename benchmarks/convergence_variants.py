@@ -100,6 +100,15 @@ def variants(steps: int) -> dict[str, Variant]:
                 "no_bits_every_step": {"sync_policy": "every", "compressor": "none"},
             }.items()
         ),
+        # today's defaults, and what differs from them
+        _zero_one("bert_recipe", _refreshed(64, max(1, steps * 3 // 20))),  # as configs/bert/base.yaml
+        *(
+            _zero_one(f"kappa{kappa}_frozen{until}{name}", _refreshed(kappa, until) | changes)
+            for kappa, until in ((32, 300), (64, 300), (64, 400), (128, 400))
+            for name, changes in (("", {}), ("_from_4", {"sync_policy": "schedule:4"}))
+        ),
+        *(_zero_one(f"kappa{kappa}", _refreshed(kappa, None)) for kappa in (32, 64)),
+        _zero_one("kappa64_from_4", _refreshed(64, None) | {"sync_policy": "schedule:4"}),
         _zero_one("bound05_kappa16", {**MEAN, "gradient_wire_dtype": "4bit", "step_bound": 0.5}),
         _zero_one("mean_no_bits", {**MEAN, "compressor": "none"}),
         _zero_one("rows_every_step", {**ROWS, "sync_policy": "every"}),
@@ -115,6 +124,12 @@ def variants(steps: int) -> dict[str, Variant]:
         ),
     ]
     return {variant.name: variant for variant in found}
+
+
+def _refreshed(kappa: int, until: int | None) -> dict[str, Any]:
+    """Settings of T_v; ``until``: ``variance_freeze_step``."""
+    found: dict[str, Any] = {"gradient_wire_dtype": "4bit", "variance_kappa": kappa}
+    return found if until is None else found | {"variance_freeze_step": until}
 
 
 def _zero_one(name: str, overrides: dict[str, Any]) -> Variant:

@@ -15,8 +15,8 @@ from megatron01.utils.formatting import columns
 
 REPLICAS = 8
 CLAIM = "up to 87% less volume and up to 54% fewer rounds than 1-bit Adam (Lu et al., ICLR 2023)"
-SCHEDULE = ("--sync-policy", "schedule")
-DOUBLING = ("--sync-policy", "doubling:12500,32678", "--variance-freeze-step", "12500")
+SCHEDULE = ("--sync-policy", "schedule", "--variance-kappa", "16", "--variance-freeze-step", "none")
+DOUBLING = ("--sync-policy", "doubling:12500,32678", "--variance-kappa", "16", "--variance-freeze-step", "12500")
 EXPERIMENTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("BERT-Base", "bert/base", SCHEDULE),
     ("BERT-Base", "bert/base", DOUBLING),
