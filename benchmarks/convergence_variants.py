@@ -101,10 +101,10 @@ def variants(steps: int) -> dict[str, Variant]:
             }.items()
         ),
         # today's defaults, and what differs from them
-        _zero_one("bert_recipe", _refreshed(64, max(1, steps * 3 // 20))),  # as configs/bert/base.yaml
+        _zero_one("bert_recipe", _refreshed(64, max(1, steps // 10))),  # as configs/bert/base.yaml
         *(
             _zero_one(f"kappa{kappa}_frozen{until}{name}", _refreshed(kappa, until) | changes)
-            for kappa, until in ((32, 300), (64, 300), (64, 400), (128, 400))
+            for kappa, until in ((32, 300), (64, 120), (64, 300), (64, 400), (128, 400))
             for name, changes in (("", {}), ("_from_4", {"sync_policy": "schedule:4"}))
         ),
         *(_zero_one(f"kappa{kappa}", _refreshed(kappa, None)) for kappa in (32, 64)),

@@ -2,7 +2,6 @@
 
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ from megatron01.parallel.program import run_as_program
 from megatron01.pretraining import GPT
 
 
-def slow_forward_step(*arguments: Any) -> Any:
-    time.sleep(0.33)
-    return GPT.forward_step(*arguments)
+class SlowGPT(GPT):
+    @staticmethod
+    def forward_step(*arguments: Any) -> Any:
+        time.sleep(0.33)
+        return GPT.forward_step(*arguments)
 
 
 if __name__ == "__main__":
-    slow = replace(GPT, forward_step=slow_forward_step)
-    run_as_program(lambda: slow.run(sys.argv[1:], "pretrain_gpt.py"))
+    run_as_program(lambda: SlowGPT.run(sys.argv[1:], "pretrain_gpt.py"))

@@ -35,7 +35,7 @@ def test_the_plan_of_a_recipe(run: Any) -> None:
     assert ["84,260", "-", "117,999", "8", "9.99e-05", "-", "5.25e-05", "0", "4,218", "29,522", "4,218"] in [
         line[:11] for line in lines
     ]
-    assert "1-bit Adam, 16,000 full steps  9.83 TB  7.83 times less  87.2% less volume  63.0% fewer rounds" in printed
+    assert "1-bit Adam, 16,000 full steps  9.83 TB  7.86 times less  87.3% less volume  63.0% fewer rounds" in printed
     assert max(map(len, printed.splitlines())) <= 120 and "note" not in printed
 
 
