@@ -201,4 +201,5 @@ def _nearest_file(path: Path) -> str:
         neighbours = sorted(entry.name for entry in path.parent.iterdir())
     except OSError:
         return f"; the folder {path.parent} does not exist either" if not path.parent.exists() else ""
-    return nearest(path.name, neighbours)
+    shipped = "; megatron01 configs lists those that are shipped" if path.suffix in ("", ".yaml") else ""
+    return nearest(path.name, neighbours) or shipped

@@ -239,9 +239,11 @@ def test_configs_and_launchers_by_name(capsys: pytest.CaptureFixture[str]) -> No
     assert not run("configs", "configs/bert/base.yaml")
     assert capsys.readouterr().out == (ROOT / "configs" / "bert" / "base.yaml").read_text()
     assert run("configs", "bert/bases") == 2
+    assert run("configs", "nothing-alike") == 2
     assert run("launch", "torchrum") == 2
     errors = capsys.readouterr().err
     assert "configuration bert/bases does not exist; did you mean 'bert/base'?" in errors
+    assert "configuration nothing-alike does not exist; megatron01 configs lists those that are shipped" in errors
     assert "there is no launcher 'torchrum'; did you mean 'torchrun'?" in errors
     assert not run("launch")
     assert "torchrun.sh" in capsys.readouterr().out
