@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -373,7 +374,9 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     assert output.with_suffix(".md").read_text() in tables
     run("--advise", "--rates", "5mbit")
     *_, advice = [json.loads(line) for line in output.read_text().splitlines()]
-    assert advice["chosen"]["optimizer"] == "zero_one_adam" and "0.004" in advice["reason"]  # Gbit/s, less headers
+    assert advice["chosen"]["optimizer"] == "zero_one_adam"
+    measured = re.search(r"([0-9.]+) Gbit/s between nodes", advice["reason"])
+    assert measured is not None and 0 < float(measured[1]) < 0.02  # slower than the links of the runs before
 
 
 def test_advice_is_of_the_steps_that_were_measured(load: Any, tmp_path: Path) -> None:
