@@ -174,7 +174,11 @@ def count_bits(bits):
 
 @triton.jit
 def halving_sums(values, BLOCKS: tl.constexpr, LENGTH: tl.constexpr):
-    """fp32[BLOCKS]: sums of ``LENGTH`` values of each block, the upper half added to the lower until one is left."""
+    """[BLOCKS]: sums of ``LENGTH`` values of each block, the upper half added to the lower until one is left.
+
+    Triton 3.6 adds up the wrong threads in one sum over an axis that reshapes have spread over threads unevenly; over
+    pairs it is right.
+    """
     values = tl.reshape(values, [BLOCKS, LENGTH])
     # a loop over a constant is unrolled: 2^20 is more than any block has
     for level in tl.static_range(20):
@@ -184,11 +188,25 @@ def halving_sums(values, BLOCKS: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
+def mean_of(total, COUNT: tl.constexpr):
+    """total / COUNT, rounded to nearest; a product with a power of two has the same bits, and takes one instruction."""
+    return total * (1.0 / COUNT) if COUNT & (COUNT - 1) == 0 else tl.div_rn(total, tl.cast(COUNT, tl.float32))
+
+
+@triton.jit
 def signed(bits, scale):
     """fp32[BLOCKS, WORDS, 32]: the block's scale (fp32[BLOCKS]) where the bit is set, and its negative elsewhere."""
     scale = scale[:, None, None]
     # Triton's minus is 0 - x, which would make -0 of no 0
     return tl.where(bits, scale, scale * -1.0)
+
+
+@triton.jit
+def signed_by(words, scale):
+    """``signed`` of the bits in ``words`` (int32[BLOCKS, WORDS]): a bit that is not set flips the sign of the scale."""
+    to_sign = (tl.arange(0, WORD_BITS) ^ 31)[None, None, :]  # bit k moves up by 31 - k
+    flips = ((words ^ -1)[:, :, None] << to_sign) & -0x80000000
+    return (scale.to(tl.int32, bitcast=True)[:, None, None] ^ flips).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -253,7 +271,7 @@ def load_codes(
         scale = from_bf16_bits(stored)
     if BITS == 1:
         places = ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS)
-        says = signed(unpack_bits(tl.load(rows + places, mask=inside[:, None], other=0)), scale)
+        says = signed_by(tl.load(rows + places, mask=inside[:, None], other=0), scale)
     else:
         places = code_places(row_start, codes_at, index, BITS, WORDS)
         shared = tl.load(bytes_of(rows) + places, mask=inside[:, None], other=0).to(tl.int32)
@@ -304,43 +322,36 @@ def add_words(a, b):
 
 
 @triton.jit
-def is_last(count, programs):
-    """Whether this is the last program to call it: all have added their parts by then. ``count`` starts at 0."""
-    return tl.atomic_add(count, 1) == programs - 1
+def add_part(sums, part, parts, mask=None):
+    """Add an int32 ``part`` to a sum modulo 2^32 of ``parts`` parts; returns whether it is the last, and the new sum.
 
-
-@triton.jit
-def header_sum(row):
-    """int32: the sum of the words of a row's header, but for the checksum."""
-    scales = add_words(tl.load(row + STATUS), tl.load(row + INVERSE_SCALE))
-    return add_words(scales, tl.load(row + SQUARE_SUM))
-
-
-@triton.jit
-def seal(row, part, sums, programs):
-    """Write a row's checksum, of whose words each program has the sum of a part; ``sums`` is int32[2] of zeros.
-
-    Integers may be added in any order. The last program to do so takes the sum, and leaves zeros for the next launch.
+    ``sums`` points to int64 of zeros, and is left so: the upper half is the sum, the lower one counts its parts. One
+    atomic does both, so no fence is needed, which would wait for all that the program has written.
     """
-    tl.atomic_add(sums, part)
-    if is_last(sums + 1, programs):
-        tl.store(row + CHECKSUM, tl.atomic_xchg(sums, 0))
-        tl.store(sums + 1, 0)
+    before = tl.atomic_add(sums, (part.to(tl.int64) << 32) + 1, mask=mask, sem="relaxed")
+    is_last = (before & 0xFFFFFFFF) == parts - 1
+    if mask is not None:
+        is_last = is_last & mask
+    tl.store(sums, tl.zeros_like(before), mask=is_last)
+    return is_last, add_words((before >> 32).to(tl.int32), part)
 
 
 @triton.jit
-def seal_rows(words, row_words, num_rows, status, inverse_scale, square_sum, sums):
-    """Write headers and checksums of rows, whose contents have these ``sums`` (int32[num_rows]), and zero the sums."""
+def header_sum(row, mask=None):
+    """int32: the sum of the words of a row's header, but for the checksum."""
+    scales = add_words(tl.load(row + STATUS, mask=mask), tl.load(row + INVERSE_SCALE, mask=mask))
+    return add_words(scales, tl.load(row + SQUARE_SUM, mask=mask))
+
+
+@triton.jit
+def write_header(row, status, inverse_scale, square_sum, content, mask=None):
+    """Write header and checksum of a row, or of several, whose words behind the header have the sum ``content``."""
     first, second = status.to(tl.int32, bitcast=True), inverse_scale.to(tl.int32, bitcast=True)
     fourth = square_sum.to(tl.int32, bitcast=True)
-    of_header = add_words(add_words(first, second), fourth)
-    row = words
-    for number in range(num_rows):
-        tl.store(row + STATUS, first)
-        tl.store(row + INVERSE_SCALE, second)
-        tl.store(row + SQUARE_SUM, fourth)
-        tl.store(row + CHECKSUM, add_words(tl.atomic_xchg(sums + number, 0), of_header))
-        row += row_words
+    tl.store(row + STATUS, first, mask=mask)
+    tl.store(row + INVERSE_SCALE, second, mask=mask)
+    tl.store(row + SQUARE_SUM, fourth, mask=mask)
+    tl.store(row + CHECKSUM, add_words(add_words(content, first), add_words(second, fourth)), mask=mask)
 
 
 @triton.jit
@@ -412,7 +423,7 @@ def finish_kernel(
     """Write header and checksum of each row; with ``FILLS``, ``values`` before that, row by row.
 
     Programs: chunks of a row, rows. Rows have ``row_units * UNIT`` words, and elements of the type of ``WIRE``; there
-    are ``num_words * 32`` values; ``sums`` is int32[rows, 2] of zeros.
+    are ``num_words * 32`` values; ``sums`` is int64[rows] of zeros.
     """
     PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
     number, chunk = tl.program_id(1), tl.program_id(0)
@@ -431,16 +442,9 @@ def finish_kernel(
         bits = tl.where(filled, bits, kept)
     else:
         bits = load_bits(own, place, inside, WIRE)
-    part = words_sum(bits, place, WIRE)
-    if chunk == 0:
-        first = tl.load(status).to(tl.int32, bitcast=True)
-        second = tl.load(inverse_scale).to(tl.int32, bitcast=True)
-        fourth = tl.load(square_sum).to(tl.int32, bitcast=True)
-        tl.store(row + STATUS, first)
-        tl.store(row + INVERSE_SCALE, second)
-        tl.store(row + SQUARE_SUM, fourth)
-        part = add_words(part, add_words(add_words(first, second), fourth))
-    seal(row, part, sums + 2 * number, tl.num_programs(0))
+    is_last, content_sum = add_part(sums + number, words_sum(bits, place, WIRE), tl.num_programs(0))
+    if is_last:
+        write_header(row, tl.load(status), tl.load(inverse_scale), tl.load(square_sum), content_sum)
 
 
 @triton.jit(do_not_specialize=["row_units", "num_words"])
@@ -467,17 +471,17 @@ def read_kernel(
     bits = load_bits(own, place, inside, WIRE)
     before, num_values = number.to(tl.int64) * content, num_words.to(tl.int64) * WORD_BITS
     store_flat(values, before + place, inside & (before + place < num_values), from_bits(bits, WIRE))
-    own_sums = sums + 2 * number
-    tl.atomic_add(own_sums, words_sum(bits, place, WIRE))
-    if is_last(own_sums + 1, tl.num_programs(0)):
-        tl.store(own_sums + 1, 0)
-        tl.store(damages + number, damage(row, tl.atomic_xchg(own_sums, 0)))
+    is_last, content_sum = add_part(sums + number, words_sum(bits, place, WIRE), tl.num_programs(0))
+    if is_last:
+        tl.store(damages + number, damage(row, content_sum))
 
 
 @triton.jit
-def damage(row, content):
+def damage(row, content, mask=None):
     """int32: 0 if the checksum in a row's header fits it; ``content`` is the sum of the words behind the header."""
-    return tl.sub(add_words(content, header_sum(row)), tl.load(row + CHECKSUM), sanitize_overflow=False)
+    return tl.sub(
+        add_words(content, header_sum(row, mask)), tl.load(row + CHECKSUM, mask=mask), sanitize_overflow=False
+    )
 
 
 @triton.jit(do_not_specialize=["row_units", "num_words"])
@@ -490,6 +494,7 @@ def mean_kernel(
     damages,
     sums,
     NUM_ROWS: tl.constexpr,
+    LANES: tl.constexpr,
     INTO_ROWS: tl.constexpr,
     WIRE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -498,8 +503,9 @@ def mean_kernel(
     """out <- the mean of rows; ``header`` <- their common header; ``damages`` <- 0 for each intact row.
 
     Programs: with ``INTO_ROWS`` chunks of a row of ``out`` (whose elements are like those of rows), and these rows,
-    which get headers and checksums; else chunks of a row, and ``out`` has ``num_words * 32`` elements.
-    Rows are those of ``finish_kernel``; ``sums`` is int32[NUM_ROWS + 1 + rows of out] of zeros.
+    which get headers and checksums; else chunks of a row, and ``out`` has ``num_words * 32`` elements. ``LANES`` is
+    ``NUM_ROWS`` or the next power of two. Rows are those of ``finish_kernel``; ``sums`` is int64[NUM_ROWS + rows of
+    out] of zeros.
     """
     PER_WORD: tl.constexpr = 1 if WIRE == FP32 else 2
     row_words = row_units * UNIT
@@ -514,6 +520,8 @@ def mean_kernel(
             largest = tl.maximum(largest, tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True))
             row += row_words
     total = tl.full([CHUNK], 0.0, tl.float32)
+    lane = tl.arange(0, LANES)
+    parts = tl.full([LANES], 0, tl.int32)  # of the rows' sums, so that one atomic adds them all
     row, own = words, contents_of(words, WIRE) + result * length
     for number in range(NUM_ROWS):
         bits = load_bits(own, place, inside, WIRE)
@@ -521,22 +529,25 @@ def mean_kernel(
         if INTO_ROWS:
             term *= tl.div_rn(tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True), largest)
         total += term
-        tl.atomic_add(sums + number, words_sum(bits, place, WIRE))
+        parts = tl.where(lane == number, words_sum(bits, place, WIRE), parts)
         row += row_words
         own += row_words * PER_WORD
-    mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
+    mean = mean_of(total, NUM_ROWS)
+    exists = lane < NUM_ROWS
+    are_last, row_sums = add_part(sums + lane, parts, tl.num_programs(0) * tl.num_programs(1), exists)
+    tl.store(damages + lane, damage(words + lane.to(tl.int64) * row_words, row_sums, are_last), mask=are_last)
+    result_sum, writes_header = 0, tl.program_id(0) == 0
     if INTO_ROWS:
         bits = tl.where(inside, to_bits(mean, WIRE), 0)
         store_bits(contents_of(out + result * out_row_words, WIRE), place, inside, bits, WIRE)
-        tl.atomic_add(sums + NUM_ROWS + 1 + result, words_sum(bits, place, WIRE))
+        of_chunk = words_sum(bits, place, WIRE)
+        writes_header, result_sum = add_part(sums + NUM_ROWS + result, of_chunk, tl.num_programs(0))
     else:
         store_flat(out, place, place < num_words * WORD_BITS, mean)
-    if is_last(sums + NUM_ROWS, tl.num_programs(0) * tl.num_programs(1)):
-        tl.store(sums + NUM_ROWS, 0)
+    if writes_header:
         status, inverse_scale, square_sum = 0.0, 0.0, 0.0
         row = words
-        for number in range(NUM_ROWS):
-            tl.store(damages + number, damage(row, tl.atomic_xchg(sums + number, 0)))
+        for _ in range(NUM_ROWS):
             status = tl.maximum(status, tl.load(row + STATUS).to(tl.float32, bitcast=True))
             inverse_scale = tl.maximum(inverse_scale, tl.load(row + INVERSE_SCALE).to(tl.float32, bitcast=True))
             square_sum += tl.load(row + SQUARE_SUM).to(tl.float32, bitcast=True)
@@ -545,8 +556,7 @@ def mean_kernel(
         tl.store(header + INVERSE_SCALE, inverse_scale)
         tl.store(header + SQUARE_SUM, square_sum)
         if INTO_ROWS:
-            of_results = sums + NUM_ROWS + 1
-            seal_rows(out, out_row_words, tl.num_programs(1), status, inverse_scale, square_sum, of_results)
+            write_header(out + result * out_row_words, status, inverse_scale, square_sum, result_sum)
 
 
 @triton.jit
@@ -600,8 +610,9 @@ def _pack_blocks(
         shared = tl.sum(parts << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
         places = code_places(row_start, codes_at, index, BITS, WORDS)
         tl.store(bytes_of(rows) + places, shared.to(tl.uint8), mask=inside[:, None])
-        in_words = shared << (tl.arange(0, WORDS * WORD_BITS * BITS // 8) % 4 * 8)[None, :]
-        words_sum = add_words(words_sum, tl.sum(in_words, axis=1))
+        BYTES: tl.constexpr = WORDS * WORD_BITS * BITS // 8
+        in_words = shared << (tl.arange(0, BYTES) % 4 * 8)[None, :]
+        words_sum = add_words(words_sum, halving_sums(in_words, BLOCKS, BYTES))
         says = level_values(levels, scale, BITS)
     return tl.where(takes_part, total - says, 0.0), tl.where(inside, words_sum, 0)
 
@@ -640,7 +651,7 @@ def compress_kernel(
     """Pack the blocks [first, last) of value + error; ``new_error``, which may be ``value``, gets the new error.
 
     With ``SEALS`` these are all blocks of the ``num_rows`` rows, which get header and checksum; ``sums`` is
-    int32[num_rows + 1] of zeros.
+    int64[num_rows] of zeros.
     """
     block = block_numbers(first, BLOCKS)
     inside = block < last
@@ -670,12 +681,16 @@ def compress_kernel(
     )
     store_flat(new_error, element, mask, lost)
     if SEALS:
-        tl.atomic_add(sums + 1 + row, words_sums, mask=inside)
-        tl.debug_barrier()  # the program is counted when all of its threads have added their parts
-        if is_last(sums, tl.num_programs(0)):
-            tl.store(sums, 0)
-            squares = tl.load(square_sum)
-            seal_rows(rows, row_bytes // 4, num_rows, tl.load(status), tl.load(inverse_scale), squares, sums + 1)
+        words = row_bytes // 4
+        in_row = tl.minimum(row_blocks, last - first_row_block - row * row_blocks)  # blocks
+        are_last, row_sums = add_part(sums + row, words_sums, in_row, inside)
+        first_word, second_word, fourth_word = tl.load(status), tl.load(inverse_scale), tl.load(square_sum)
+        own_rows = rows + row.to(tl.int64) * words
+        write_header(own_rows, first_word, second_word, fourth_word, row_sums, are_last)
+        if tl.program_id(0) == 0:
+            for empty in range(tl.cdiv(last - first_row_block, row_blocks), num_rows):
+                own_row = rows + tl.cast(empty, tl.int64) * words
+                write_header(own_row, first_word, second_word, fourth_word, 0)
 
 
 @triton.jit(do_not_specialize=["num_blocks", "row_bytes", "codes_at", "first_block", "key_low", "key_high"])
@@ -700,7 +715,7 @@ def reduce_kernel(
     """Mean over rows, plus ``error``, packed into the row ``out``; ``error`` becomes the new error.
 
     Rows, ``error`` and ``out`` count blocks from the start of the row, ``active`` from ``first_block`` before it.
-    ``out`` gets its checksum, to which what lies behind its last block adds nothing. ``sums`` is int32[2] of zeros.
+    ``out`` gets its checksum, to which what lies behind its last block adds nothing. ``sums`` is int64[1] of zeros.
     """
     index = block_numbers(0, BLOCKS)
     inside = index < num_blocks
@@ -713,7 +728,7 @@ def reduce_kernel(
     for _ in range(NUM_ROWS):
         total += load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
         row_start += row_bytes
-    mean = tl.div_rn(total, tl.cast(NUM_ROWS, tl.float32))
+    mean = mean_of(total, NUM_ROWS)
     mean = tl.where(takes_part, mean + residual, 0.0)
     lost, words_sums = _pack_blocks(
         mean,
@@ -732,10 +747,9 @@ def reduce_kernel(
         WORDS,
     )
     store_flat(error, place, mask, lost)
-    part = tl.sum(words_sums, axis=0)
-    if tl.program_id(0) == 0:
-        part = add_words(part, header_sum(out))
-    seal(out, part, sums, tl.num_programs(0))
+    is_last, content_sum = add_part(sums, tl.sum(words_sums, axis=0), tl.num_programs(0))
+    if is_last:
+        tl.store(out + CHECKSUM, add_words(content_sum, header_sum(out)))
 
 
 @triton.jit
@@ -794,7 +808,7 @@ class TritonRows:
 
     def __init__(self, device: torch.device) -> None:
         check_device(device)
-        self._sums = torch.zeros(2 * _MAX_ROWS, dtype=torch.int32, device=device)  # every kernel leaves zeros
+        self._sums = torch.zeros(2 * _MAX_ROWS, dtype=torch.int64, device=device)  # every kernel leaves zeros
 
     def finish_rows(
         self,
@@ -813,7 +827,8 @@ class TritonRows:
         header = torch.empty(HEADER_BYTES // 4, dtype=torch.float32, device=rows.device)
         damages = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
         into_rows = out.dtype == torch.uint8
-        constants = {"NUM_ROWS": len(rows), "INTO_ROWS": into_rows}
+        lanes = triton.next_power_of_2(len(rows))
+        constants = {"NUM_ROWS": len(rows), "LANES": lanes, "INTO_ROWS": into_rows}
         results = out if into_rows else rows[:1]
         self._launch(mean_kernel, rows, results, dtype, out, header, damages, self._sums, **constants)
         return header, damages

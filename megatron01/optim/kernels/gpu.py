@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron01.comm.kernels.gpu import INTERPRETED, block_numbers, check_device, decode_blocks, packed_arguments
+from megatron01.comm.kernels.gpu import (
+    INTERPRETED,
+    block_numbers,
+    check_device,
+    decode_blocks,
+    halving_sums,
+    packed_arguments,
+)
 from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
@@ -325,16 +332,6 @@ def soft_sign_kernel(
         _store(weights, at, inside, moved)
 
 
-@triton.jit
-def _halving_sums(values, BLOCKS: tl.constexpr, LENGTH: tl.constexpr):
-    """fp32[BLOCKS]: sums of [BLOCKS, LENGTH], the upper half added onto the lower until one is left: a fixed order."""
-    # a loop over a constant is unrolled: 2^20 is more than any block has
-    for level in tl.static_range(20):
-        if LENGTH >> level > 1:
-            values = tl.sum(tl.reshape(values, [BLOCKS, 2, LENGTH >> (level + 1)]), axis=1)
-    return tl.reshape(values, [BLOCKS])
-
-
 @triton.jit(do_not_specialize=["num_blocks", *_PLACES])
 def square_sums_kernel(
     values,
@@ -373,7 +370,7 @@ def square_sums_kernel(
             LENGTH // _WORD,
         )
         loaded = tl.reshape(decoded, [BLOCKS, LENGTH])
-    tl.store(sums + block, _halving_sums(loaded * loaded, BLOCKS, LENGTH), mask=inside)
+    tl.store(sums + block, halving_sums(loaded * loaded, BLOCKS, LENGTH), mask=inside)
 
 
 class TritonKernels:
