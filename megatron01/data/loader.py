@@ -153,9 +153,10 @@ class BatchLoader:
                     raise batch
                 finally:
                     del batch  # else it holds itself by its traceback, and with it the worker processes
-            tensors = {name: torch.from_numpy(values) for name, values in batch.items()}
-            if self._pins:
-                tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
+            tensors = {}
+            for name, values in batch.items():
+                tensor = torch.from_numpy(values)
+                tensors[name] = tensor.pin_memory() if self._pins else tensor
             yield tensors
 
     def _start(self) -> Iterator[Arrays | Exception]:

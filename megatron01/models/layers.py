@@ -8,6 +8,7 @@ through the same code with fewer heads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -15,13 +16,18 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from megatron01.config import ModelConfig
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
+from megatron01.models.cross_entropy import VocabularyLoss
 from megatron01.models.recomputation import computed_again
+
+_CUDNN_SINCE = "2.11"
+"""The first version of torch with whose cuDNN attention was compared with plain attention, on an H200."""
 
 
 class ApexLayerNorm(nn.LayerNorm):
@@ -161,6 +167,19 @@ class Embedding(nn.Module):
         return output
 
 
+def _allowed_kernels(key: torch.Tensor, mask: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Context for attention to ``key``, (b, a, s, d), in which torch chooses among kernels that are right.
+
+    cuDNN's attention has given wrong numbers on Hopper with a mask and 64 positions modulo 128, and it is not
+    deterministic. Else it is the fastest there (``benchmarks/results/gpu.md``), with a mask by far.
+    """
+    is_left_out = (mask is not None and key.shape[2] % 128 != 0) or torch.are_deterministic_algorithms_enabled()
+    # the compiler cannot ask whether it is enabled
+    if is_left_out and (torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()):
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return nullcontext()
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention over one fused projection, whose rows are ordered [heads, 3 (q k v), head size].
 
@@ -200,17 +219,18 @@ class SelfAttention(nn.Module):
             is_causal=self.causal and attention_mask is None,
             dropout_p=self.dropout_probability if self.training else 0.0,
         )
-        # CPUs have no fused kernel with dropout: all scores would be stored, several times
-        if self.is_selective and query.is_cpu and attend.keywords["dropout_p"] > 0 and torch.is_grad_enabled():
-            context = checkpoint(attend, query, key, value, use_reentrant=False)
-        else:
-            context = attend(query, key, value)  # (b, a, s, d)
+        with _allowed_kernels(key, attention_mask):
+            # CPUs have no fused kernel with dropout: all scores would be stored, several times
+            if self.is_selective and query.is_cpu and attend.keywords["dropout_p"] > 0 and torch.is_grad_enabled():
+                context = checkpoint(attend, query, key, value, use_reentrant=False)
+            else:
+                context = attend(query, key, value)  # (b, a, s, d)
         context = context.transpose(1, 2).flatten(2)  # (b, s, h)
         output: torch.Tensor = self.dense(context if rows is None else rows.pick(context))
         return output
 
     def kernel(self, batch_size: int, seq_length: int, *, masked: bool) -> str:
-        """The kernel that torch takes in training: flash_attention, efficient_attention or math.
+        """The kernel that torch takes in training: cudnn_attention, flash_attention, efficient_attention or math.
 
         ``masked``: with a mask of keys, (b, 1, 1, s).
         """
@@ -219,9 +239,9 @@ class SelfAttention(nn.Module):
         query = weight.new_empty((batch_size, heads, seq_length, self.head_size)).requires_grad_()
         mask = weight.new_zeros((batch_size, 1, 1, seq_length)) if masked else None
         causal = self.causal and mask is None
-        return SDPBackend(
-            torch._fused_sdp_choice(query, query, query, mask, self.dropout_probability, causal)
-        ).name.lower()
+        with _allowed_kernels(query, mask):
+            choice = torch._fused_sdp_choice(query, query, query, mask, self.dropout_probability, causal)
+        return SDPBackend(choice).name.lower()
 
 
 class MLP(nn.Module):
@@ -289,9 +309,7 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
         super().__init__()
-        # cuDNN's attention has given wrong numbers on Hopper, with a mask and 64 positions modulo 128; the other
-        # kernels do all that it does. The switch is the process's: a context around each call would cost time.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(TorchVersion(torch.__version__) >= _CUDNN_SINCE)
         self.recomputes_layers = config.recompute_activations == "full"
         self.layers = nn.ModuleList(
             TransformerLayer(config, causal=causal, gelu=gelu, norm_placement=norm_placement)
@@ -326,7 +344,7 @@ class Transformer(nn.Module):
 
 
 def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> bool:
-    """Compile each ``TransformerLayer`` of a model with torch.compile, in place; False if it has none.
+    """Compile each ``TransformerLayer`` of a model, and the softmax of its loss, in place; False if it has no layer.
 
     All layers share one compilation. A layer is the unit so that its gradients are ready after its own backward pass:
     those of a model compiled as a whole are ready only at the end, and no exchange overlaps. Parameters keep
@@ -339,6 +357,9 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
         model.leaves_out_padding = False  # type: ignore[assignment]  # of Bert, a bool
     for layer in layers:
         layer.compile(backend=backend)
+    for module in model.modules():
+        if isinstance(module, VocabularyLoss) and backend == "inductor":  # others fuse nothing
+            module.compile_softmax()
     # else DistributedDataParallel splits each layer's graph at the ends of its buckets
     torch._dynamo.config.optimize_ddp = False
     return True

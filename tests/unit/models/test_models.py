@@ -349,10 +349,32 @@ def test_attention_copies_nothing_to_change_a_layout(gpt_config):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_kernel_of_attention_has_a_name_and_is_never_cudnns(gpt_config, masked):
+def test_the_kernel_of_attention_has_a_name(gpt_config, masked):
     attention = SelfAttention(gpt_config(attention_dropout=0.1), causal=True)
     assert attention.kernel(3, 11, masked=masked) == "math"  # the only one on CPUs with dropout
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize(("length", "masked", "deterministic"), [(64, True, False), (64, False, True)])
+def test_cudnns_attention_is_left_out_where_it_is_wrong_or_not_deterministic(gpt_config, length, masked, deterministic):
+    GPT2(gpt_config(), 53)
+    enabled, during = torch.backends.cuda.cudnn_sdp_enabled, []
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            during.append(enabled())
+            return function(*args, **(kwargs or {}))
+
+    def attend(length):
+        during.clear()
+        mask = torch.zeros(2, 1, 1, length) if masked else None
+        with Looks():
+            SelfAttention(gpt_config(), causal=False)(torch.randn(2, length, 24), mask)
+        return set(during)
+
+    before = enabled()
+    with _deterministic(deterministic):
+        assert attend(length) == {before, False}
+    assert attend(128) == {before} == {enabled()}
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: the backward pass of attention")
@@ -374,7 +396,7 @@ def test_deterministic_gradients_of_attention_are_the_same_bits(gpt_config, mask
 @pytest.mark.parametrize("kind", ["gpt2", "post"])
 def test_the_stack_of_layers_traces_without_a_graph_break(gpt_config, bert_config, gpt_batch, bert_batch, kind):
     torch.compiler.reset()
-    batch = gpt_batch() if kind == "gpt2" else bert_batch()
+    batch = gpt_batch() if kind == "gpt2" else bert_batch()  # BERT's 13 positions are no multiple of 128
     model = GPT2(gpt_config(), 53) if kind == "gpt2" else Bert(bert_config(), 53, binary_head=True)
     expected = total_loss(model, batch)
     model.transformer.compile(backend="aot_eager", fullgraph=True)
