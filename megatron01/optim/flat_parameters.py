@@ -38,6 +38,8 @@ VERSION: Callable[[Tensor], int] = attrgetter("_version")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and gradients."""
 _SAMPLED = 4096
+_COPIED_TOGETHER = {"cuda": 1 << 26}
+"""Bytes of gradients that are copied to their views by one launch; on CPUs each is copied, and freed, at once."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class _Buffers:
     last: int
     weights: Tensor
     gradient_dtype: torch.dtype
+    padding: Tensor  # int64[n]: the elements behind each parameter, up to the end of its last block
     gradients: Tensor | None = None
 
 
@@ -139,6 +142,8 @@ class FlatParameters:
         self._weight_views: list[Tensor] = []
         self._gradient_views: list[Tensor | None] = [None] * len(self.parameters)
         self._summed = np.zeros(len(self.parameters), bool)
+        self._waiting: list[int] = []  # parameters whose gradients wait to be copied
+        self._waiting_bytes = 0
         self._gathered: set[int] = set()  # by blocks since all were: means may have replaced them in the buffers
         self.sums_in_fp32 = False
         self.samples_weights = False
@@ -364,7 +369,15 @@ class FlatParameters:
             weights = torch.zeros((last - first) * size, dtype=dtype, device=self.device)
             # torch's own way to accumulate in fp32 (grad_dtype); it is None where any type will do
             is_wide = any(getattr(self.tensors[index], "grad_dtype", dtype) is torch.float32 for index in own)
-            self._buffers.append(_Buffers(first, last, weights, torch.float32 if is_wide else dtype))
+            starts, ends = (
+                (self.first_block[part] - first) * size for part in (own, slice(own.start + 1, own.stop + 1))
+            )
+            filled = starts + [self.tensors[index].numel() for index in own]
+            padding = np.concatenate(list(map(np.arange, filled, ends)))
+            gradient_dtype = torch.float32 if is_wide else dtype
+            self._buffers.append(
+                _Buffers(first, last, weights, gradient_dtype, torch.from_numpy(padding).to(self.device))
+            )
             self._buffers_of += [self._buffers[-1]] * len(own)
             for index in own:
                 tensor = self.parameters[index].tensor
@@ -386,17 +399,24 @@ class FlatParameters:
         for buffers in self._buffers:
             buffers.gradient_dtype = torch.float32
 
-    def gather_gradients(self, blocks: tuple[int, int] | None = None) -> None:
+    def gather_gradients(
+        self, blocks: tuple[int, int] | None = None, *, parameters: Sequence[int] | None = None
+    ) -> None:
         """Copy gradients into the flat buffers, of the parameters in ``blocks`` of the whole or of all.
 
         ``main_grad`` takes precedence over ``grad``; a parameter without either, or frozen, gets zeros. Gradients that
         are not views of the buffers yet are replaced by views.
 
+        Args:
+            parameters: numbers of these alone; they may be gathered again.
+
         Raises:
             UserError: if a gradient is sparse, or of another shape, device, or a type that is none of ``DTYPES``.
         """
         indices = range(len(self.parameters)) if blocks is None else self.parameters_in(blocks)
-        for index in indices:
+        numbers: list[int] = []
+        gradients: list[Tensor] = []
+        for index in indices if parameters is None else parameters:
             if index in self._gathered:
                 continue
             parameter, view = self.parameters[index], self._gradient_views[index]
@@ -409,19 +429,26 @@ class FlatParameters:
                 self._view(index).zero_()
                 continue
             _check_gradient(parameter, gradient)
-            if main is not None or gradient.dtype is torch.float32:
+            is_wide = self._buffers_of[index].gradient_dtype is torch.float32
+            if not is_wide and (main is not None or gradient.dtype is torch.float32):
                 self._widen(index)
-            view = self._view(index)
-            view.copy_(gradient)
-            if main is not None:
+            numbers.append(index)
+            gradients.append(gradient)
+        if numbers:
+            torch._foreach_copy_(list(map(self._view, numbers)), gradients)
+        for index, gradient in zip(numbers, gradients, strict=True):
+            tensor, view = self.parameters[index].tensor, self._view(index)
+            if getattr(tensor, "main_grad", None) is not None:
                 tensor.main_grad = view  # type: ignore[attr-defined]
             elif view.dtype == gradient.dtype:
                 tensor.grad = view
-        self._gathered = set() if blocks is None else self._gathered.union(indices)
+        if parameters is None:
+            self._gathered = set() if blocks is None else self._gathered.union(indices)
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """Clear ``grad`` and ``main_grad``; with ``set_to_none``, also ``release_gradients``."""
         self._summed[:] = False
+        self._waiting, self._waiting_bytes = [], 0
         for parameter in self.parameters:
             tensor = parameter.tensor
             main = getattr(tensor, "main_grad", None)
@@ -451,14 +478,12 @@ class FlatParameters:
         """View of a parameter's gradient in the flat buffer, shaped like it; allocated on first use."""
         view = self._gradient_views[index]
         if view is None:
-            size, block = self.blocks.block_size, int(self.first_block[index])
-            buffers = self._buffers_of[index]
+            buffers, tensor = self._buffers_of[index], self.parameters[index].tensor
             if buffers.gradients is None:
                 count = buffers.weights.numel()
                 buffers.gradients = torch.empty(count, dtype=buffers.gradient_dtype, device=self.device)
-            tensor, start = self.parameters[index].tensor, (block - buffers.first) * size
-            end = (int(self.first_block[index + 1]) - buffers.first) * size
-            buffers.gradients[start + tensor.numel() : end].zero_()
+                buffers.gradients.index_fill_(0, buffers.padding, 0.0)
+            start = (int(self.first_block[index]) - buffers.first) * self.blocks.block_size
             view = buffers.gradients.as_strided(tensor.size(), tensor.stride(), start)
             self._gradient_views[index] = view
         return view
@@ -466,8 +491,6 @@ class FlatParameters:
     def _widen(self, index: int) -> None:
         """Make the gradient buffer of this parameter's type fp32, as ``main_grad`` or ``grad_dtype`` asks for."""
         buffers = self._buffers_of[index]
-        if buffers.gradient_dtype == torch.float32:
-            return
         buffers.gradient_dtype, buffers.gradients = torch.float32, None
         for other, parameter in enumerate(self.parameters):
             if self._buffers_of[other] is buffers:
@@ -580,9 +603,8 @@ def mark_active(active: Tensor, candidates: Tensor, v: Tensor, range_elements: i
 
 
 @torch._disable_dynamo  # a compiled step calls it as it is
-@torch.no_grad()
 def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Tensor) -> None:
-    """Copy a gradient that the backward pass has made into its view.
+    """Copy a gradient that the backward pass has made into its view, on GPUs together with others.
 
     The hook holds the buffers weakly, as tensors keep their hooks alive.
     """
@@ -593,19 +615,25 @@ def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Te
         return
     if flat.sums_in_fp32:
         view = flat._view(index)
-        if flat._summed[index]:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            flat._summed[index] = True
-            tensor.main_grad = view  # type: ignore[attr-defined]
+        with torch.no_grad():
+            if flat._summed[index]:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+                flat._summed[index] = True
+                tensor.main_grad = view  # type: ignore[attr-defined]
         tensor.grad = None
-    # a gradient with a graph (create_graph=True) may yet enter a loss
-    elif getattr(tensor, "main_grad", None) is None and not gradient.requires_grad:
-        view = flat._view(index)
-        if view.dtype == gradient.dtype:
-            view.copy_(gradient)
-            tensor.grad = view
+    elif (
+        getattr(tensor, "main_grad", None) is None
+        and not gradient.requires_grad  # one with a graph (create_graph=True) may yet enter a loss
+        and gradient.dtype == flat._buffers_of[index].gradient_dtype
+    ):
+        flat._waiting.append(index)
+        flat._waiting_bytes += gradient.nbytes
+        if flat._waiting_bytes >= _COPIED_TOGETHER.get(flat.device.type, 0):
+            with torch.no_grad():
+                flat.gather_gradients(parameters=flat._waiting)
+            flat._waiting, flat._waiting_bytes = [], 0
 
 
 def _with_own_storage(view: Tensor) -> Tensor:

@@ -106,14 +106,14 @@ class EarlyStart:
         return range(len(buckets)) if self._open is None else self._plan(buckets).order
 
     @torch._disable_dynamo
-    @torch.no_grad()
     def _on_gradient(self, index: int, _: torch.Tensor) -> None:
         if self._paused or not self._layout.has_weights(index):
             return
         if not self._asked:
             assert self._open is not None
             self._asked = True
-            self._opened = self._open()
+            with torch.no_grad():
+                self._opened = self._open()
             if self._opened is not None:
                 self._opened_plan = self._plan(self._opened.buckets)
                 expected = np.array([p.tensor.requires_grad for p in self._layout.parameters])
@@ -134,7 +134,7 @@ class EarlyStart:
         while self._next < len(order) and self._missing[order[self._next]] == 0:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))  # the bucket's gradients
-            with torch.cuda.stream(self._stream):
+            with torch.no_grad(), torch.cuda.stream(self._stream):
                 self._opened.send(order[self._next])
             self._next += 1
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from megatron01.errors import UserError
-from megatron01.optim import ZeroOneAdam
+from megatron01.optim import ZeroOneAdam, flat_parameters
 from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
 
 
@@ -80,3 +80,28 @@ def test_a_model_with_an_optimizer_is_saved_like_one_without(tmp_path: Path) -> 
     torch.save(model[0].bias, tmp_path / "bias.pt")
     assert (tmp_path / "bias.pt").stat().st_size < 3000
     assert model[1].weight.stride() == before["1.weight"].stride()
+
+
+@pytest.mark.parametrize("together", [0, 60, 1 << 20])
+def test_gradients_copied_together_are_the_same(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    """As on a GPU, where the gradients of several parameters are copied to the buffer by one launch."""
+    monkeypatch.setitem(flat_parameters._COPIED_TOGETHER, "cpu", together)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2))
+    optimizer = ZeroOneAdam(model.named_parameters(), 0.1)
+    batches = torch.randn(2, 7, 3)
+    for batch in batches:  # the second is added to the first
+        model(batch).square().sum().backward()
+        model[1].weight.grad.mul_(2.0)  # type: ignore[union-attr, operator]  # before they are copied, or in their views
+    expected = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    optimizer._flat.gather_gradients()
+    for index, gradient in enumerate(expected):
+        assert torch.equal(optimizer._flat.gradient(index), gradient)
+        assert torch.equal(optimizer.param_groups[0]["params"][index].grad, gradient)
+    assert not optimizer._flat.whole_gradients.masked_fill(  # type: ignore[union-attr]
+        torch.cat([torch.arange(1024) < p.numel() for p in model.parameters()]), 0.0
+    ).any()
+    optimizer.zero_grad()
+    model[0](batches[0]).sum().backward()  # the others have none
+    optimizer._flat.gather_gradients()
+    assert not optimizer._flat.gradient(2).any() and optimizer._flat.gradient(1).eq(7.0).all()
