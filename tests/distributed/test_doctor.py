@@ -24,7 +24,7 @@ def consulted(rank: int, world_size: int, settings: dict[str, Any], changes: dic
     """Status, output and errors of each rank; ``changes`` replace what a rank has found."""
 
     def seen(environment: LaunchEnvironment, folder: Path) -> Examination:
-        return dataclasses.replace(examine(environment, folder), **changes.get(rank, {}))
+        return dataclasses.replace(examine(environment, folder), **{"gpus": [], **changes.get(rank, {})})
 
     command.examine = seen
     read = LaunchEnvironment.read(os.environ)

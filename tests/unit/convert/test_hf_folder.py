@@ -55,7 +55,7 @@ def pre_norm_folder(pre_norm_checkpoint, tmp_path_factory):
 
 
 def test_gpt2(gpt_folder, gpt_checkpoint):
-    ours = load_model(str(gpt_checkpoint))
+    ours = load_model(str(gpt_checkpoint), device="cpu")
     theirs = load("AutoModelForCausalLM", gpt_folder)
     assert type(theirs).__name__ == "GPT2LMHeadModel"
     assert type(load("AutoModel", gpt_folder)).__name__ == "GPT2Model"
@@ -75,7 +75,7 @@ def test_gpt2(gpt_folder, gpt_checkpoint):
 )
 def test_bert(source, name, request):
     folder = request.getfixturevalue(f"{source}_folder")
-    ours = load_model(str(request.getfixturevalue(f"{source}_checkpoint")))
+    ours = load_model(str(request.getfixturevalue(f"{source}_checkpoint")), device="cpu")
     theirs = load(name, folder)
     assert type(load("AutoModelForPreTraining", folder)) is type(theirs)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
