@@ -16,7 +16,7 @@ from timing import seconds_of
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import Codec, build_codec
 from megatron01.comm.kernels.cpu import BlockWorkers
-from megatron01.comm.payload import Packed, Quantizer
+from megatron01.comm.payload import Header, Packed, Quantizer, Status
 
 BLOCK_SIZE = 1024
 REPLICAS = 2  # rows that a server reduces
@@ -72,8 +72,12 @@ def codec_phases(
     rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8, device=value.device)
     packed = Packed(rows, row_blocks, 0, codec.format, layout.real_elements())
     reduced, server_error = replace(packed, rows=torch.zeros_like(rows)), value.new_zeros(row_blocks * BLOCK_SIZE)
+    header = Header(Status.OK)  # with which rows get their checksums
     return {
-        "compress": (value.numel(), lambda: codec.compress(0, layout.num_blocks, value, error, packed, 1)),
+        "compress": (
+            value.numel(),
+            lambda: codec.compress(0, layout.num_blocks, value, error, packed, 1, header=header),
+        ),
         "reduce": (server_error.numel(), lambda: codec.reduce(packed, server_error, reduced, 0, 1)),
         "decode": (value.numel(), lambda: codec.decode(0, layout.num_blocks, packed, out)),
     }

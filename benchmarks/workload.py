@@ -51,20 +51,21 @@ BATCH = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A model, its precision and how many steps of each kind to measure."""
+    """A model, its precision and how many steps of each kind to measure; ``batches`` multiplies the batch of a step."""
 
     model: str
     size: str
     precision: str
     steps: int
+    batches: int = 1
 
     @property
     def shape(self) -> tuple[int, int]:
         """Sequences per replica, and tokens per sequence."""
-        if self.size in BATCH:
-            return BATCH[self.size]
         recipe = self._recipe()
-        return recipe.training.micro_batch_size, recipe.data.seq_length
+        recipes = recipe.training.micro_batch_size, recipe.data.seq_length
+        sequences, length = BATCH.get(self.size, recipes)
+        return self.batches * sequences, length
 
     @property
     def vocab_size(self) -> int:

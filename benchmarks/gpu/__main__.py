@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +54,19 @@ def main() -> None:
     records = result.setdefault("parts", {})
     end = time.monotonic() + 60 * arguments.minutes
     chosen = [part for part in PARTS if not arguments.part or part.name in arguments.part]
-    for part in chosen:
-        left = end - time.monotonic()
-        records[part.name] = record = run(part, left, tiny=arguments.tiny)
-        print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
-        result["parts"] = {known.name: records[known.name] for known in PARTS if known.name in records}
-        _write(arguments.output / "gpu.json", json.dumps(result, indent=1) + "\n")
-        _write(arguments.output / "gpu.md", page(result))
+    together, alone = ([part for part in chosen if part.alone is value] for value in (False, True))
+
+    def measured(part: Part) -> tuple[Part, dict[str, Any]]:
+        return part, run(part, end - time.monotonic(), tiny=arguments.tiny)
+
+    with ThreadPoolExecutor(len(together) or 1) as pool:
+        side_by_side = (task.result() for task in as_completed(pool.submit(measured, part) for part in together))
+        for part, record in itertools.chain(side_by_side, map(measured, alone)):
+            records[part.name] = record
+            print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
+            result["parts"] = {known.name: records[known.name] for known in PARTS if known.name in records}
+            _write(arguments.output / "gpu.json", json.dumps(result, indent=1) + "\n")
+            _write(arguments.output / "gpu.md", page(result))
     print(f"see {arguments.output / 'gpu.md'}")
     if any(not records[part.name]["status"].startswith(_ALL_RIGHT) for part in chosen):
         raise SystemExit(1)

@@ -18,7 +18,6 @@ import torch
 from codec_rates import BLOCK_SIZE, REPLICAS, codec_phases
 from timing import device_seconds
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from megatron01.comm import BlockLayout
@@ -34,7 +33,9 @@ from megatron01.comm.payload import (
     Status,
     damages,
 )
+from megatron01.config import GPTModelConfig
 from megatron01.cost.cluster import peak_of
+from megatron01.models.layers import SelfAttention
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import (
@@ -120,16 +121,12 @@ def _back_ends() -> dict[str, Any]:
 
 
 def _attention(dropout: float) -> dict[str, str]:
-    """The back end that ``scaled_dot_product_attention`` selects in training, by shape of this library's models."""
+    """The back end of attention in training, by shape of this library's models."""
     found = {}
-    dtype = torch.bfloat16
     for name, (heads, positions, size, causal, masked) in _ATTENTION.items():
-        # as in ``SelfAttention``: views of one projection
-        projected = torch.randn(2, positions, heads, 3, size, device=DEVICE, dtype=dtype, requires_grad=True)
-        query, key, value = (part.transpose(1, 2) for part in projected.unbind(3))
-        mask = torch.zeros(2, 1, 1, positions, device=DEVICE, dtype=dtype) if masked else None
-        choice = torch._fused_sdp_choice(query, key, value, mask, dropout, causal)
-        found[name] = SDPBackend(choice).name.lower()
+        config = GPTModelConfig(hidden_size=heads * size, num_attention_heads=heads, attention_dropout=dropout)
+        attention = SelfAttention(config, causal=causal).to(DEVICE, torch.bfloat16)
+        found[name] = attention.kernel(2, positions, masked=masked)
     return found
 
 
@@ -368,6 +365,8 @@ def rates(report: Report) -> None:
         moved = {"compress": 12 + code, "reduce": 8 + (REPLICAS + 1) * code, "decode": 4 + code}
         for phase, (count, call) in codec_phases(codec, layout, value, error, out).items():
             report.attempt(f"codec, {quantizer}, {phase}", rate, call, count * (moved[phase] + 1 / 8))
+    for phase, (bytes_moved, call) in _phases_of_rows(codec, value).items():
+        report.attempt(f"rows, bf16, {phase}", rate, call, bytes_moved)
     del value, error, out
     buffers = _update_buffers(report.sizes.rate_elements)
     kernels = build_kernels(DEVICE)
@@ -377,3 +376,15 @@ def rates(report: Report) -> None:
     report.attempt(
         "norm", rate, lambda: kernels.sum_squares(buffers["gradients"], BLOCK_SIZE), buffers["gradients"].nbytes
     )
+
+
+def _phases_of_rows(kernels: Codec, value: Tensor) -> dict[str, tuple[int, Callable[[], Any]]]:
+    """By phase of a mean in bf16: the bytes that it must move, and a function that runs it once."""
+    values = value.to(torch.bfloat16)
+    rows = torch.zeros(REPLICAS, HEADER_BYTES + values.nbytes // REPLICAS, dtype=torch.uint8, device=DEVICE)
+    result = torch.zeros_like(rows[:1])
+    return {
+        "finish": (2 * values.nbytes, lambda: kernels.finish_rows(rows, Header(Status.OK), values)),
+        "mean": (values.nbytes + result.nbytes, lambda: kernels.mean_rows(rows, result)),
+        "read": (2 * values.nbytes, lambda: kernels.read_rows(rows, values, torch.bfloat16)),
+    }

@@ -118,8 +118,8 @@ def runs(report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="gpu-") as name:
         folder = Path(name)
         make_corpus(folder)
-        # two at a time, as starting a process takes longer than its steps
-        with ThreadPoolExecutor(2) as pool:
+        # several at a time, as starting a process takes longer than its steps
+        with ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 3)) as pool:
             found = {
                 "two processes over nccl": pool.submit(_over_nccl, folder),
                 "a rank killed": pool.submit(_killed, folder),
@@ -140,6 +140,7 @@ def _command(folder: Path, name: str, ranks: int, *flags: str) -> list[str]:
     course += ["--sync-policy", "doubling:2,2", "--max-sync-interval", "2", "--precision", "bf16"]
     course += ["--run-dir", str(folder / f"{name}-run")]
     where = ["--device", DEVICE.type, *([] if ranks == 1 else ["--distributed-backend", "gloo"])]
+    where += ["--no-torch-compile"]  # compiling takes longer than all steps
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [str(ROOT / "pretrain_gpt.py"), *shape, *data, *course]
     return [sys.executable, *start, *program, *where, *flags]

@@ -31,6 +31,7 @@ from megatron01.optim import build_optimizer, build_schedule
 from megatron01.training.step import LossModule
 
 _RANKS = 8  # virtual ranks of the profiled step
+_BATCHES = (4, 2, 1)
 _WARM_UP = 3
 _PLANNED_MFU = 0.4  # default of ``megatron01 plan``
 
@@ -234,14 +235,20 @@ def _exchange(report: Report, nodes: int, processes: int) -> dict[str, Any]:
 
 
 def models(report: Report, model: str, size: str, *, compiled: bool) -> None:
-    """Tokens a second, MFU and peak memory of this library's loop and Hugging Face's on the same shapes."""
+    """Tokens a second, MFU and peak memory of this library's loop and Hugging Face's on the same shapes.
+
+    Batches are a multiple of the recipe's, which suits small GPUs: the largest of ``_BATCHES`` that fits into memory.
+    """
     size = "tiny" if report.tiny else size
-    report.attempt("ours", _ours, report, model, size, compiled)
-    report.attempt("hugging face", _hugging_face, report, model, size, compiled)
+    for batches in _BATCHES:
+        workload = Workload(model=model, size=size, precision="bf16", steps=report.sizes.steps, batches=batches)
+        report.attempt("ours", _ours, report, workload, compiled)
+        report.attempt("hugging face", _hugging_face, report, workload, compiled)
+        if not any("out of memory" in found.get("failed", "") for found in report.findings.values()):
+            break
 
 
-def _ours(report: Report, model: str, size: str, compiled: bool) -> dict[str, Any]:
-    workload = Workload(model=model, size=size, precision="bf16", steps=report.sizes.steps)
+def _ours(report: Report, workload: Workload, compiled: bool) -> dict[str, Any]:
     config = workload.config(watch_interval=0)
     config = with_shape(config, workload)
     plan = planned(config, 1, on_gpu=DEVICE.type == "cuda")
@@ -272,13 +279,12 @@ def _replace_model(config: PretrainConfig, **changes: Any) -> PretrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
-def _hugging_face(report: Report, model: str, size: str, compiled: bool) -> dict[str, Any]:
+def _hugging_face(report: Report, workload: Workload, compiled: bool) -> dict[str, Any]:
     """transformers' model with SDPA, bf16 autocast as in its ``Trainer``, and torch's fused AdamW with clipping."""
     try:
         import transformers
     except ImportError:
         return {"failed": "transformers is not installed"}
-    workload = Workload(model=model, size=size, precision="bf16", steps=report.sizes.steps)
     shape = workload.config().model
     rows = padded_vocab_size(workload.vocab_size, shape.make_vocab_size_divisible_by)
     entries = to_hf_config(shape, rows)
