@@ -62,7 +62,7 @@ def main() -> None:
     with ThreadPoolExecutor(len(together) or 1) as pool:
         side_by_side = (task.result() for task in as_completed(pool.submit(measured, part) for part in together))
         for part, record in itertools.chain(side_by_side, map(measured, alone)):
-            records[part.name] = record
+            records[part.name] = record | {"commit": result["commit"]}
             print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
             result["parts"] = {known.name: records[known.name] for known in PARTS if known.name in records}
             _write(arguments.output / "gpu.json", json.dumps(result, indent=1) + "\n")
@@ -145,7 +145,7 @@ def _commit() -> str:
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + (" with changes" if changed else "")
+        return git("rev-parse", "--short=10", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -26,8 +26,8 @@ def page(result: dict[str, Any]) -> str:
         f"`{' '.join(result['command'])}`\n",
         "## Parts\n",
         _table(
-            ["part", "status", "s"],
-            [[name, record["status"], f"{record['seconds']:.0f}"] for name, record in parts.items()],
+            ["part", "status", "s", "commit"],
+            [[name, record["status"], f"{record['seconds']:.0f}", record["commit"]] for name, record in parts.items()],
         ),
     ]
     for name, section in (

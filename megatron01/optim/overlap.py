@@ -42,8 +42,7 @@ class EarlyStart:
     backward pass ends (a parameter may have no gradient) is left to the optimizer's step.
 
     Nothing is sent early, and buckets keep their order, until ``attach`` is called. On a GPU they are compressed and
-    sent on a stream of their own: the backward pass does not wait for collectives of the buckets before. (No GPU has
-    run it.)
+    sent on a stream of their own: the backward pass does not wait for collectives of the buckets before.
 
     Args:
         layout: of the flat buffer.

@@ -68,10 +68,13 @@ def test_the_page_says_how_each_part_ended() -> None:
             "commit": "abc",
             "date": "2026-01-01",
             "command": ["python", "-m", "benchmarks.gpu"],
-            "parts": {"step": ended, "gpt2 345m": whole, "specification": specification},
+            "parts": {
+                name: record | {"commit": "def with changes"}
+                for name, record in (("step", ended), ("gpt2 345m", whole), ("specification", specification))
+            },
         }
     )
-    assert "| step | ran out of its time of 60 s | 60 |" in text and "the last line" in text
+    assert "| step | ran out of its time of 60 s | 60 | def with changes |" in text and "the last line" in text
     assert "| gpt2 345m | ours | 8 x 1024 | 123,456 | 45.6% | 20 | 22 | 1.10 | 3 |" in text
     assert "* gpt2 345m, hugging face: out of memory: 141 GB" in text
     assert "| codec, sign, 3 elements | **NO** | {'differing': {'reduce': 7}} |" in text
