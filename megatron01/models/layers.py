@@ -167,13 +167,14 @@ class Embedding(nn.Module):
         return output
 
 
-def _allowed_kernels(key: torch.Tensor, mask: torch.Tensor | None) -> AbstractContextManager[None]:
-    """Context for attention to ``key``, (b, a, s, d), in which torch chooses among kernels that are right.
+def _allowed_kernels(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Context for attention of ``query`` to ``key``, (b, a, s, d) each, in which torch chooses among kernels.
 
-    cuDNN's attention has given wrong numbers on Hopper with a mask and 64 positions modulo 128, and it is not
-    deterministic. Else it is the fastest there (``benchmarks/results/gpu.md``), with a mask by far.
+    cuDNN's is the fastest on Hopper, with a mask by far. It is left out where it is not deterministic, and with masks
+    but for those it was tried with: it has given wrong numbers with 64 positions modulo 128.
     """
-    is_left_out = (mask is not None and key.shape[2] % 128 != 0) or torch.are_deterministic_algorithms_enabled()
+    was_tried = mask is None or (mask.shape[2] == 1 and query.shape[2] == key.shape[2] and key.shape[2] % 128 == 0)
+    is_left_out = not was_tried or torch.are_deterministic_algorithms_enabled()
     # the compiler cannot ask whether it is enabled
     if is_left_out and (torch.compiler.is_compiling() or torch.backends.cuda.cudnn_sdp_enabled()):
         return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
@@ -219,7 +220,7 @@ class SelfAttention(nn.Module):
             is_causal=self.causal and attention_mask is None,
             dropout_p=self.dropout_probability if self.training else 0.0,
         )
-        with _allowed_kernels(key, attention_mask):
+        with _allowed_kernels(query, key, attention_mask):
             # CPUs have no fused kernel with dropout: all scores would be stored, several times
             if self.is_selective and query.is_cpu and attend.keywords["dropout_p"] > 0 and torch.is_grad_enabled():
                 context = checkpoint(attend, query, key, value, use_reentrant=False)
@@ -239,7 +240,7 @@ class SelfAttention(nn.Module):
         query = weight.new_empty((batch_size, heads, seq_length, self.head_size)).requires_grad_()
         mask = weight.new_zeros((batch_size, 1, 1, seq_length)) if masked else None
         causal = self.causal and mask is None
-        with _allowed_kernels(query, mask):
+        with _allowed_kernels(query, query, mask):
             choice = torch._fused_sdp_choice(query, query, query, mask, self.dropout_probability, causal)
         return SDPBackend(choice).name.lower()
 

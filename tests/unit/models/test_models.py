@@ -354,27 +354,31 @@ def test_the_kernel_of_attention_has_a_name(gpt_config, masked):
     assert attention.kernel(3, 11, masked=masked) == "math"  # the only one on CPUs with dropout
 
 
-@pytest.mark.parametrize(("length", "masked", "deterministic"), [(64, True, False), (64, False, True)])
-def test_cudnns_attention_is_left_out_where_it_is_wrong_or_not_deterministic(gpt_config, length, masked, deterministic):
+@pytest.mark.parametrize(
+    ("shape", "deterministic", "is_left_out"),
+    [
+        ((2, 1, 1, 64), False, True),
+        ((2, 1, 1, 128), False, False),
+        ((2, 1, 128, 128), False, True),
+        (None, False, False),
+        (None, True, True),
+    ],
+)
+def test_cudnns_attention_is_left_out_where_it_was_not_tried(gpt_config, shape, deterministic, is_left_out):
     GPT2(gpt_config(), 53)
     enabled, during = torch.backends.cuda.cudnn_sdp_enabled, []
+    before = enabled()
 
     class Looks(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             during.append(enabled())
             return function(*args, **(kwargs or {}))
 
-    def attend(length):
-        during.clear()
-        mask = torch.zeros(2, 1, 1, length) if masked else None
-        with Looks():
-            SelfAttention(gpt_config(), causal=False)(torch.randn(2, length, 24), mask)
-        return set(during)
-
-    before = enabled()
-    with _deterministic(deterministic):
-        assert attend(length) == {before, False}
-    assert attend(128) == {before} == {enabled()}
+    mask = None if shape is None else torch.zeros(shape)
+    hidden = torch.randn(2, 128 if shape is None else shape[-1], 24)
+    with _deterministic(deterministic), Looks():
+        SelfAttention(gpt_config(), causal=False)(hidden, mask)
+    assert before and set(during) == ({True, False} if is_left_out else {True}) and enabled()
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: the backward pass of attention")
