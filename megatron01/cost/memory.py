@@ -32,6 +32,7 @@ from megatron01.cost.volume import (
 )
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
+from megatron01.models.cross_entropy import CHUNK_BYTES, VocabularyLoss
 from megatron01.models.layers import SelfAttention
 from megatron01.models.recomputation import LARGE_BLOCK, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import shard_shapes
@@ -160,8 +161,10 @@ class _FusedDropout(nn.Module):
 
 
 def _use_kernels_of_gpus(model: nn.Module) -> None:
-    """Let a model save what it saves on a GPU, where fused attention regenerates its dropout mask."""
+    """Let a model take the memory that it takes on a GPU, where fused attention regenerates its dropout mask."""
     for module in list(model.modules()):
+        if isinstance(module, VocabularyLoss):
+            module.chunk_bytes = CHUNK_BYTES["cuda"]
         if isinstance(module, SelfAttention):
             module.dropout_probability = 0.0
         for name, child in module.named_children():

@@ -84,10 +84,11 @@ class _ProjectedLoss(torch.autograd.Function):
         labels: Tensor,
         mask: Tensor,
         token_losses: TokenLosses,
+        chunk_bytes: int,
         with_gradients: bool,
     ) -> Tensor:
         mask = mask.float()
-        num_rows = max(1, CHUNK_BYTES.get(hidden.device.type, 2**30) // (weight.shape[0] * weight.itemsize))
+        num_rows = max(1, chunk_bytes // (weight.shape[0] * weight.itemsize))
         buffer = hidden.new_empty((min(num_rows, len(hidden)), weight.shape[0]))
         losses = torch.empty_like(mask)  # (n,)
         hidden_gradient = hidden.new_empty(hidden.shape) if with_gradients else None
@@ -121,7 +122,7 @@ class _ProjectedLoss(torch.autograd.Function):
         total, *unscaled = ctx.saved_tensors
         factor = gradients[0] / total
         scaled = [None if values is None else _scaled(values, factor, ctx.dtype) for values in unscaled]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
@@ -143,11 +144,16 @@ def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class VocabularyLoss(nn.Module):
-    """Projection of hidden states to a vocabulary, and mean cross entropy of the labels."""
+    """Projection of hidden states to a vocabulary, and mean cross entropy of the labels.
+
+    Attributes:
+        chunk_bytes: of logits in memory at once; ``CHUNK_BYTES`` of the device if None.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        self.chunk_bytes: int | None = None
 
     def compile_softmax(self) -> None:
         """From now on compute ``token_losses`` by ``fusible_cross_entropy``, compiled."""
@@ -184,6 +190,7 @@ class VocabularyLoss(nn.Module):
             labels.flatten().long(),
             mask.flatten(),
             self.token_losses,
+            self.chunk_bytes or CHUNK_BYTES.get(hidden.device.type, 2**30),
             with_gradients,
         )
         return output

@@ -36,6 +36,7 @@ from megatron01.cost.memory import (
     pass_bytes,
 )
 from megatron01.models import GPT2, Bert
+from megatron01.models.cross_entropy import CHUNK_BYTES
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
@@ -345,3 +346,11 @@ def test_a_plan_for_such_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> No
         with pytest.raises(SystemExit):
             cli.main(["plan", "--memory", "--num-layers", "1", "--seq-length", "64", "--gpu", gpu])
         assert ("the Triton kernels do not support this GPU" in capsys.readouterr().out) == is_said
+
+
+def test_a_gpus_larger_chunks_of_logits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = gpt_config(make_vocab_size_divisible_by=1 << 16)
+    config = dataclasses.replace(config, training=dataclasses.replace(TRAINING, micro_batch_size=48))
+    before = planned_passes(config, on_gpu=True).peak  # all logits at once, 200 MB
+    monkeypatch.setitem(CHUNK_BYTES, "cuda", 1)  # one token at a time
+    assert planned_passes(config, on_gpu=True).peak < before - 1e8
