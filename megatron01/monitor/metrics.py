@@ -78,13 +78,6 @@ class Totals:
     comm_rounds: int = 0
     steps_by_kind: dict[str, int] = field(default_factory=dict)
 
-    def add(self, report: StepReport | DeferredReport, *, steps: int) -> None:
-        """Add the traffic of ``steps`` steps, but not their kinds."""
-        self.steps += steps
-        self.comm_bytes += report.bytes_sent
-        self.comm_bytes_between_nodes += report.bytes_between_nodes
-        self.comm_rounds += report.rounds
-
 
 @dataclass(kw_only=True, eq=False)
 class Meter:
@@ -127,18 +120,22 @@ class Meter:
 
     def add(self, report: StepReport, loss: Any, losses: Mapping[str, Any] | None = None) -> None:
         """Count one step; losses, numbers or detached scalar tensors, are the minimized one and its components."""
-        self._run, self._last = self.run, report
-        for totals in (self._run, self._line):
-            totals.add(report, steps=1)
+        self.add_traffic(report, steps=1)
+        if self._last is not None:
+            kinds, kind = self._run.steps_by_kind, self._last.kind
+            kinds[kind] = kinds.get(kind, 0) + 1
+        self._last = report
         for name, value in {"loss": loss, **(losses or {})}.items():
             self._loss_sums[name] = self._loss_sums[name] + value if name in self._loss_sums else value
-        self._compression = report.compression or self._compression
         self._steps_timed += 1
 
-    def add_traffic(self, report: StepReport | DeferredReport) -> None:
-        """Count traffic and compression errors since the last step, as part of the current line."""
+    def add_traffic(self, report: StepReport | DeferredReport, *, steps: int = 0) -> None:
+        """Count traffic and compression errors of ``steps`` steps, or since the last one, in the current line."""
         for totals in (self._run, self._line):
-            totals.add(report, steps=0)
+            totals.steps += steps
+            totals.comm_bytes += report.bytes_sent
+            totals.comm_bytes_between_nodes += report.bytes_between_nodes
+            totals.comm_rounds += report.rounds
         self._compression = report.compression or self._compression
 
     @contextmanager

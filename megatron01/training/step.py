@@ -23,9 +23,11 @@ ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 
 def on_device(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Each batch with its tensors on ``device``."""
+    """Each batch, with its tensors moved to ``device``."""
     for batch in batches:
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        for name, tensor in batch.items():
+            batch[name] = tensor.to(device, non_blocking=True)
+        yield batch
 
 
 class LocalComputeTime:
