@@ -19,6 +19,7 @@ from megatron01.errors import FaultError, UserError
 from megatron01.finetune import results
 from megatron01.finetune.bench import FineTuneBench, Progress
 from megatron01.finetune.results import Result, Run, Setting
+from megatron01.parallel.launch import environment_number
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import columns, format_duration, markdown
 from megatron01.utils.precision import require_support, takes_gpu
@@ -39,10 +40,11 @@ def grid(
 def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
     """Index (from 0) of this task of a SLURM array, and the number of its tasks; (0, 1) outside of array jobs.
 
-    Raises UserError if the numbers of the array's tasks are not consecutive.
+    Raises UserError if a variable is no number, or the numbers of the array's tasks are not consecutive.
     """
-    defaults = {"ID": 0, "COUNT": 1, "MIN": 0, "STEP": 1}
-    number, count, first, step = (int(environment.get(f"SLURM_ARRAY_TASK_{name}", defaults[name])) for name in defaults)
+    prefix = "SLURM_ARRAY_TASK_"
+    defaults = {f"{prefix}ID": "0", f"{prefix}COUNT": "1", f"{prefix}MIN": "0", f"{prefix}STEP": "1"}
+    number, count, first, step = (environment_number(defaults | dict(environment), name, name) for name in defaults)
     index = (number - first) // step
     if not 0 <= index < count:
         raise UserError(

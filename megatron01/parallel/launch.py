@@ -92,15 +92,15 @@ class LaunchEnvironment:
             names = _PMI
         else:
             return cls()
-        rank = _number(environ, names.rank, names.world_size)
-        world_size = _number(environ, names.world_size, names.rank)
+        rank = environment_number(environ, names.rank, names.world_size)
+        world_size = environment_number(environ, names.world_size, names.rank)
         local_rank, local_world_size = 0, 1
         if world_size > 1:  # some launchers leave out the local ones for a single process
-            local_rank = _number(environ, names.local_rank, names.rank)
+            local_rank = environment_number(environ, names.local_rank, names.rank)
             if names is _SRUN:
                 local_world_size = _tasks_on_own_node(environ, world_size)
             else:
-                local_world_size = _number(environ, names.local_world_size, names.local_rank)
+                local_world_size = environment_number(environ, names.local_world_size, names.local_rank)
         address, port = _master(environ, names, one_machine=local_world_size >= world_size)
         slurm_nodes = expand_host_list(environ.get("SLURM_STEP_NODELIST") or "localhost") if names is _SRUN else ()
         kept_by_agent = names is _TORCHRUN and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -156,7 +156,7 @@ def _is_srun_task(environ: Mapping[str, str]) -> bool:
 
 def _tasks_on_own_node(environ: Mapping[str, str], world_size: int) -> int:
     tasks_per_node = expand_tasks_per_node(environ.get(_SRUN.local_world_size, str(world_size)))
-    node = _number(environ, "SLURM_NODEID", _SRUN.rank) if len(tasks_per_node) > 1 else 0
+    node = environment_number(environ, "SLURM_NODEID", _SRUN.rank) if len(tasks_per_node) > 1 else 0
     if node >= len(tasks_per_node):
         raise UserError(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(tasks_per_node)} nodes")
     return tasks_per_node[node]
@@ -205,7 +205,7 @@ def _master(environ: Mapping[str, str], names: _Variables, *, one_machine: bool)
     job = "/".join(environ[name] for name in names.job if name in environ)
     port = _DERIVED_PORTS[zlib.crc32(job.encode()) % len(_DERIVED_PORTS)] if job else DEFAULT_PORT
     if "MASTER_PORT" in environ:
-        port = _number(environ, "MASTER_PORT", "MASTER_ADDR")
+        port = environment_number(environ, "MASTER_PORT", "MASTER_ADDR")
     if environ.get("MASTER_ADDR"):
         return environ["MASTER_ADDR"], port
     if one_machine:
@@ -217,7 +217,8 @@ def _master(environ: Mapping[str, str], names: _Variables, *, one_machine: bool)
     raise UserError("MASTER_ADDR is not set, and this job runs on several machines; set it to the host of rank 0")
 
 
-def _number(environ: Mapping[str, str], name: str, because_of: str) -> int:
+def environment_number(environ: Mapping[str, str], name: str, because_of: str) -> int:
+    """The value of a variable. Raises UserError if it is no number, or missing although ``because_of`` is set."""
     text = environ.get(name)
     if text is None:
         raise UserError(f"{because_of} is set but {name} is not; start the program with one launcher, or set both")

@@ -1,5 +1,6 @@
 """Planning of a run before it starts, with the models of ``megatron01.cost``.
 
-schedule  synchronizations and traffic of each step: ``megatron01 schedule``
-forecast  run time and memory: ``megatron01 plan``
+command   ``megatron01 schedule`` and ``megatron01 plan``, whose settings are in ``settings``
+schedule  synchronizations and traffic of each step
+forecast  run time and memory
 """

@@ -5,69 +5,21 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.config.command_line import parse
-from megatron01.config.fields import Bounded, Bounds, Settings
+from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import find_config, flat_settings, load_plain_yaml
 from megatron01.contrib.deepspeed import DeepSpeedSource
-from megatron01.cost.cluster import ClusterConfig
 from megatron01.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig(Bounded):
-    """What is planned for, and how it is shown."""
-
-    replicas: Annotated[int, Bounds(lambda value: value >= 2, "2 or more: one alone sends nothing")] = 8
-    """Replicas among which the work is shared."""
-    json: bool = False
-    """Print JSON in place of text."""
-    csv: Path | None = None
-    """Write every step to this file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTScheduleConfig(GPTPretrainConfig):
-    """The schedule of a GPT-2 run."""
-
-    plan: PlanConfig = field(default_factory=PlanConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertScheduleConfig(BertPretrainConfig):
-    """The schedule of a BERT run."""
-
-    plan: PlanConfig = field(default_factory=PlanConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ForecastConfig:
-    """How a forecast is shown."""
-
-    json: bool = False
-    """Print JSON in place of text."""
-    memory: bool = False
-    """Show what a process takes in memory with each optimizer, and whether its GPU has as much."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTForecastConfig(GPTPretrainConfig):
-    """The time of a GPT-2 run."""
-
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    forecast: ForecastConfig = field(default_factory=ForecastConfig)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertForecastConfig(BertPretrainConfig):
-    """The time of a BERT run."""
-
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    forecast: ForecastConfig = field(default_factory=ForecastConfig)
+from megatron01.plan.settings import (
+    BertForecastConfig,
+    BertScheduleConfig,
+    GPTForecastConfig,
+    GPTScheduleConfig,
+    PlanConfig,
+)
 
 
 def schedule(argv: Sequence[str], prog: str) -> None:

@@ -15,7 +15,7 @@ from megatron01.cost.cluster import GPUS, Cluster
 from megatron01.cost.memory import PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.cost.run_time import Recommendation, RunTime, Work, recommend, run_times
 from megatron01.errors import require
-from megatron01.plan.command import BertForecastConfig, GPTForecastConfig
+from megatron01.plan.settings import BertForecastConfig, GPTForecastConfig
 from megatron01.utils.formatting import columns, format_bytes, format_count, format_duration
 
 ForecastSettings = GPTForecastConfig | BertForecastConfig

@@ -28,7 +28,7 @@ from megatron01.cost.volume import (
     phases,
     traffic,
 )
-from megatron01.plan.command import BertScheduleConfig, GPTScheduleConfig
+from megatron01.plan.settings import BertScheduleConfig, GPTScheduleConfig
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import columns, format_bytes, format_count
 

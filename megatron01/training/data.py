@@ -57,7 +57,7 @@ def _cut(segments: Sequence[tuple[int, int]], first: int, last: int) -> list[tup
 
 
 @dataclass(frozen=True)
-class Progress:
+class SavedProgress:
     """Progress of a run: completed steps, consumed samples, and the order that the latter were taken from."""
 
     iteration: int = 0
@@ -65,26 +65,26 @@ class Progress:
     order: DataOrder | None = None
 
 
-def saved_progress(start: tuple[Path, int] | None) -> Progress:
+def saved_progress(start: tuple[Path, int] | None) -> SavedProgress:
     """Progress recorded in a checkpoint (folder and iteration); the beginning, if ``start`` is None.
 
     Raises UserError if the checkpoint is damaged.
     """
     if start is None:
-        return Progress()
+        return SavedProgress()
     checkpoint = existing_folder(*start)
     metadata = read_metadata(checkpoint)
     saved = metadata.replicas[0].get("data_order")
     if saved is None:
-        return Progress(metadata.iteration, metadata.consumed_samples)
+        return SavedProgress(metadata.iteration, metadata.consumed_samples)
     with damage_named(checkpoint, "samples"):
         order = DataOrder(**saved)
-    return Progress(metadata.iteration, metadata.consumed_samples, order)
+    return SavedProgress(metadata.iteration, metadata.consumed_samples, order)
 
 
 def build_in_order(
     build: Callable[[SampleCounts], Splits[Any]],
-    progress: Progress,
+    progress: SavedProgress,
     training: TrainingConfig,
     global_batch_size: int,
 ) -> tuple[Splits[Any], DataOrder]:
@@ -115,7 +115,7 @@ class RunData:
         config: PretrainConfig,
         group: ReplicaGroup,
         tp_ranks: TensorParallelRanks,
-        progress: Progress,
+        progress: SavedProgress,
         build: Callable[[SampleCounts], Splits[Any]],
     ) -> None:
         """``build``: sample counts -> datasets.

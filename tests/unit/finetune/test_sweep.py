@@ -156,3 +156,5 @@ def test_no_array_and_a_wrong_one():
     assert array_part({}) == (0, 1)
     with pytest.raises(UserError, match="SLURM_ARRAY_TASK_ID is 9, which is none of 4 from 0 in steps of 1"):
         array_part({"SLURM_ARRAY_TASK_ID": "9", "SLURM_ARRAY_TASK_COUNT": "4"})
+    with pytest.raises(UserError, match="SLURM_ARRAY_TASK_ID is 'last'; expected a whole number"):
+        array_part({"SLURM_ARRAY_TASK_ID": "last"})

@@ -16,7 +16,7 @@ from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder
 from megatron01.config import TrainingConfig
 from megatron01.data import SampleCounts, Splits
 from megatron01.errors import UserError
-from megatron01.training.data import DataOrder, Progress, build_in_order, saved_progress
+from megatron01.training.data import DataOrder, SavedProgress, build_in_order, saved_progress
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Data:
         return f"{self.name} {-(-self.length // 100)}"
 
 
-def order(progress: Progress, name: str, **changes: int) -> tuple[int, DataOrder]:
+def order(progress: SavedProgress, name: str, **changes: int) -> tuple[int, DataOrder]:
     def build(counts: SampleCounts) -> Splits[Any]:
         assert (counts.valid, counts.test) == (6, 6)
         return Splits(Data(counts.train, name), None, None)
@@ -44,33 +44,33 @@ def order(progress: Progress, name: str, **changes: int) -> tuple[int, DataOrder
 
 
 def test_a_run_and_its_continuation() -> None:
-    length, first = order(Progress(), "a")
+    length, first = order(SavedProgress(), "a")
     assert (length, first) == (90, DataOrder("a 1", 0))
-    assert order(Progress(10, 30, first), "a") == (90, first)
-    assert order(Progress(30, 90, first), "a") == (90, first)  # nothing is left to train
-    assert order(Progress(10, 30, None), "a") == (90, first)  # a checkpoint without a recorded order
+    assert order(SavedProgress(10, 30, first), "a") == (90, first)
+    assert order(SavedProgress(30, 90, first), "a") == (90, first)  # nothing is left to train
+    assert order(SavedProgress(10, 30, None), "a") == (90, first)  # a checkpoint without a recorded order
 
 
 def test_another_order_is_taken_from_its_beginning() -> None:
     """A second phase: it begins after 10 steps of 3 samples and takes 20 steps."""
-    _, first = order(Progress(), "a")
-    length, second = order(Progress(10, 30, first), "b")
+    _, first = order(SavedProgress(), "a")
+    length, second = order(SavedProgress(10, 30, first), "b")
     assert (length, second) == (60, DataOrder("b 1", 30))
-    assert order(Progress(15, 45, second), "b") == (60, second)
-    assert order(Progress(15, 45, second), "c") == (45, DataOrder("c 1", 45))
+    assert order(SavedProgress(15, 45, second), "b") == (60, second)
+    assert order(SavedProgress(15, 45, second), "c") == (45, DataOrder("c 1", 45))
 
 
 def test_a_longer_run_keeps_its_order_while_the_epochs_are_the_same() -> None:
-    _, first = order(Progress(), "a")
-    assert order(Progress(10, 30, first), "a", train_iters=33) == (99, first)
-    length, longer = order(Progress(10, 30, first), "a", train_iters=90)
+    _, first = order(SavedProgress(), "a")
+    assert order(SavedProgress(10, 30, first), "a", train_iters=33) == (99, first)
+    length, longer = order(SavedProgress(10, 30, first), "a", train_iters=90)
     assert (length, longer) == (240, DataOrder("a 3", 30))
 
 
 def test_another_batch_size() -> None:
-    _, first = order(Progress(), "a")
-    assert order(Progress(10, 30, first), "a", global_batch_size=3, train_iters=20) == (60, first)
-    assert order(Progress(30, 90, first), "a", train_iters=40)[0] == 30
+    _, first = order(SavedProgress(), "a")
+    assert order(SavedProgress(10, 30, first), "a", global_batch_size=3, train_iters=20) == (60, first)
+    assert order(SavedProgress(30, 90, first), "a", train_iters=40)[0] == 30
 
 
 def taken(order: DataOrder, num_samples: int) -> list[int]:
@@ -93,11 +93,11 @@ def test_samples_that_are_deferred_come_last(num_samples: int, before: int, data
 
 
 def test_the_order_survives_a_checkpoint() -> None:
-    _, first = order(Progress(), "a")
+    _, first = order(SavedProgress(), "a")
     later = first.deferring(30, 12, 90)
     saved = DataOrder(**vars(later))
-    assert order(Progress(10, 30, saved), "a") == (90, later)
-    assert order(Progress(10, 30, saved), "b")[1].segments == ()
+    assert order(SavedProgress(10, 30, saved), "a") == (90, later)
+    assert order(SavedProgress(10, 30, saved), "b")[1].segments == ()
     assert dataclasses.replace(later, segments=()) == first
 
 
