@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -80,8 +81,9 @@ def peak_flops(
 
 def peak_of(name: str, precision: Precision, *, tf32: bool = False) -> float | None:
     """Peak operations per second of a GPU, by its driver's ``name``; None if not in the table."""
-    matching = [gpu for gpu in GPUS.values() if gpu.name.lower() in name.lower()]
-    gpu = max(matching, key=lambda gpu: len(gpu.name), default=None)  # an A100 is no A10
+    # whole words: an L40 is no L4; a GH200 has the GPU of an H200
+    matching = [gpu for gpu in GPUS.values() if re.search(rf"\bG?{gpu.name}\b", name, re.IGNORECASE)]
+    gpu = max(matching, key=lambda gpu: len(gpu.name), default=None)  # an H100 PCIe is no H100
     return None if gpu is None else gpu.peak_flops(precision, tf32=tf32)
 
 
@@ -120,7 +122,7 @@ class ClusterConfig(Bounded):
         require(min(self.nodes, default=0) >= 1, f"nodes is {self.nodes}; expected 1 or more")
         if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
             known = [*GPUS, CPU]
-            raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu, known)}")
+            raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu.lower(), known)}")
 
 
 Resource = Literal["processor", "inside", "link"]

@@ -42,7 +42,9 @@ def test_peaks_of_hardware() -> None:
     assert peak_of("NVIDIA A10G", "fp16") == 70e12 and peak_of("NVIDIA H100 PCIe", "bf16") == 756e12
     assert peak_of("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
     assert peak_of("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12  # has no TF32
-    assert peak_of("abacus", "bf16") is None
+    assert peak_of("NVIDIA GH200 480GB", "bf16") == 989e12
+    for other in ("abacus", "NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA T400 4GB"):  # no L4, A100 or T4
+        assert peak_of(other, "bf16") is None
     cpu = torch.device("cpu")
     assert peak_flops(cpu, "bf16", 8, None) is None and peak_flops(cpu, "bf16", 8, 2.5) == 20e12
     assert peak_memory() > 1e6
