@@ -122,7 +122,9 @@ class ClusterConfig(Bounded):
         require(min(self.nodes, default=0) >= 1, f"nodes is {self.nodes}; expected 1 or more")
         if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
             known = [*GPUS, CPU]
-            raise UserError(f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu.lower(), known)}")
+            raise UserError(
+                f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu.lower(), known)}"
+            )
 
 
 Resource = Literal["processor", "inside", "link"]

@@ -68,7 +68,7 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         shared_memory=_free(Path("/dev/shm")) or 0,
-        free=_free(_existing(shared_folder.absolute())),
+        free=_free(shared_folder.absolute()),
     )
 
 
@@ -86,17 +86,10 @@ def _limit(kind: int) -> int:
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or its closest parent that exists; the folder if that cannot be told."""
-    try:
-        return next(path for path in (folder, *folder.parents) if path.exists())
-    except OSError:  # not mounted, or not to be read
-        return folder
-
-
 def _free(folder: Path) -> int | None:
+    """Bytes free at an absolute path, or at its closest parent that exists; None if it is not mounted or readable."""
     try:
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     except OSError:
         return None
 

