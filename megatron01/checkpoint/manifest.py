@@ -159,7 +159,7 @@ def locate(load: str) -> tuple[Path, int]:
     """
     path = Path(load)
     if not path.is_dir():
-        raise UserError(f"load is {load!r}, which is not a folder; expected a folder of checkpoints")
+        raise UserError(f"{load} is not a folder; expected a folder of checkpoints")
     if (named := iteration_path(load)) is not None:
         return named.parent, int(named.name.removeprefix("iter_"))
     iteration = read_tracker(path)

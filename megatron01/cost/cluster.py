@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from megatron01.config import Precision
 from megatron01.config.fields import Below1, Bounded, NotNegative, Positive, UpTo1
-from megatron01.errors import UserError, nearest, require
+from megatron01.errors import nearest, require
 
 if TYPE_CHECKING:
     import torch
@@ -120,11 +120,8 @@ class ClusterConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(min(self.nodes, default=0) >= 1, f"nodes is {self.nodes}; expected 1 or more")
-        if self.gpu.lower() not in GPUS and self.gpu.lower() != CPU:
-            known = [*GPUS, CPU]
-            raise UserError(
-                f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(self.gpu.lower(), known)}"
-            )
+        gpu, known = self.gpu.lower(), [*GPUS, CPU]
+        require(gpu in known, f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(gpu, known)}")
 
 
 Resource = Literal["processor", "inside", "link"]
