@@ -200,7 +200,7 @@ def memory(
     parameter_sizes: tuple[int, ...],
     passes: PassBytes,
     on_gpu: bool,
-    sums_in_fp32: bool = False,
+    micro_batches: int = 1,
     plain_torch: bool = False,
 ) -> Memory:
     """The memory of one process of a run.
@@ -208,7 +208,7 @@ def memory(
     Args:
         processes_per_node: processes of a node that hold the same parameters.
         parameter_sizes: elements of each parameter that the process holds.
-        sums_in_fp32: gradients of several micro-batches are accumulated in fp32, beside 16-bit gradients.
+        micro_batches: of a step.
         plain_torch: on a GPU that the Triton kernels do not support; an update then has temporaries after the passes.
     """
     config, precision = run.optimizer, run.training.precision
@@ -238,8 +238,18 @@ def memory(
     step += passes.unused
     if plain_torch and not spec.ddp:
         step = max(step, weights + _TORCH_UPDATE_BYTES * min(elements, _TORCH_UPDATE_ELEMENTS))
-    step += 4 * parameters if sums_in_fp32 else 0
+    step += 4 * parameters if accumulates_in_fp32(run, micro_batches) else 0  # beside 16-bit gradients
     return Memory(weights=weights, state=state, exchange=exchange, passes=step, saved=passes.saved)
+
+
+def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:
+    """True if a run's gradients are to be added up in fp32 (``FlatOptimizer.sum_gradients_in_fp32``)."""
+    return (
+        config.training.accumulate_grads_in_fp32
+        and config.training.precision != "fp32"
+        and num_micro_batches > 1
+        and not find_optimizer(config.optimizer.optimizer).ddp  # whose gradients DistributedDataParallel adds up
+    )
 
 
 def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: int, elements: int) -> int:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import StepTable, find_optimizer, optimizers, without_others_settings
-from megatron01.errors import UserError
 from megatron01.optim.schedule import build_schedule
 
 STEP_KINDS = ("full", "one_bit", "local")
@@ -37,10 +36,6 @@ class Wire:
     parameter_sizes: tuple[int, ...]  # elements of each parameter tensor
     replicas: int  # n, at least 2
     block_size: int  # consecutive elements that share one scale
-
-    def __post_init__(self) -> None:
-        if self.replicas < 2:
-            raise UserError(f"replicas is {self.replicas}; expected 2 or more: one alone sends nothing")
 
     @property
     def parameters(self) -> int:

@@ -178,7 +178,9 @@ def plan_for(model: nn.Module, group: TensorParallelGroup, *, sequence_parallel:
         if isinstance(model, Bert):
             # the heads read some positions only, so they work on whole sequences, replicated on all ranks
             gather = partial(gather_replicated_from_sequence_parallel_region, group)
-            plan["transformer"] = partial(convert_output, convert=gather)
+            plan["transformer"] = lambda encoder: encoder.register_forward_hook(
+                lambda _, inputs, output: gather(output)
+            )
             plan[""] = partial(without_logits, group=group, with_padding=True)  # slices are of sequences of one length
     layers = [f"transformer.layers.{number}" for number in range(config.num_layers)]
     return plan | {f"{prefix}.{name}": change for prefix in layers for name, change in layer.items()}
@@ -195,11 +197,6 @@ def convert_input(module: nn.Module, *, convert: Conversion) -> None:
         return convert(inputs[0]), *inputs[1:]
 
     module.register_forward_pre_hook(enter)
-
-
-def convert_output(module: nn.Module, *, convert: Conversion) -> None:
-    """Convert the module's output."""
-    module.register_forward_hook(lambda _, inputs, output: convert(output))
 
 
 def change_class(module: Any, *, kind: type[nn.Module], **conversions: Conversion) -> None:

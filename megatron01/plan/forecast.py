@@ -235,8 +235,6 @@ def _show_memory(config: ForecastSettings) -> None:
     With tensor parallelism, passes are assumed to need 1/T of a whole model's memory, a slight underestimate without
     ``sequence_parallel``, as norms and dropout are then replicated.
     """
-    from megatron01.training.step import accumulates_in_fp32  # takes a second to import
-
     training, tp_size = config.training, config.distributed.tensor_model_parallel_size
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
     sizes, note = parameter_sizes(config)
@@ -265,7 +263,7 @@ def _show_memory(config: ForecastSettings) -> None:
             parameter_sizes=sizes,
             passes=passes,
             on_gpu=gpu is not None,
-            sums_in_fp32=accumulates_in_fp32(one, micro_batches),
+            micro_batches=micro_batches,
             plain_torch=plain_torch,
         )
     if config.forecast.json:

@@ -12,11 +12,10 @@ from torch import nn
 
 from megatron01.comm.kernels import triton_serves
 from megatron01.config import PretrainConfig
-from megatron01.cost.memory import PassBytes, memory
+from megatron01.cost.memory import PassBytes, accumulates_in_fp32, memory
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
-from megatron01.training.step import accumulates_in_fp32
 from megatron01.utils.files import text_or_empty
 from megatron01.utils.formatting import format_bytes
 from megatron01.utils.precision import DTYPES
@@ -88,7 +87,7 @@ class MemoryCheck:
                 # 16-bit gradients that are summed in fp32 are freed one by one
                 passes=PassBytes(saved=0, peak=0 if in_fp32 else gradients, without_gradients=0),
                 on_gpu=on_gpu,
-                sums_in_fp32=in_fp32,
+                micro_batches=self._micro_batches,
                 plain_torch=on_gpu and not triton_serves(self._group.device),
             ).total
         else:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint.load import random_state, set_random_state
-from megatron01.config import PretrainConfig
-from megatron01.config.registry import find_optimizer
 from megatron01.optim import PretrainOptimizer
 from megatron01.parallel import ReplicaGroup
 from megatron01.parallel.process_groups import Progress
@@ -93,16 +91,6 @@ def training_step(
             sums[name] = sums.get(name, 0.0) + value.detach().double() / num_micro_batches
     optimizer.step()
     return sums
-
-
-def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:
-    """True if a run's gradients are to be added up in fp32 (``FlatOptimizer.sum_gradients_in_fp32``)."""
-    return (
-        config.training.accumulate_grads_in_fp32
-        and config.training.precision != "fp32"
-        and num_micro_batches > 1
-        and not find_optimizer(config.optimizer.optimizer).ddp  # whose gradients DistributedDataParallel adds up
-    )
 
 
 class LossModule(nn.Module):

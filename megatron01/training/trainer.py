@@ -25,6 +25,7 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.cost.cluster import peak_flops
+from megatron01.cost.memory import accumulates_in_fp32
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.errors import FaultError, UserError
 from megatron01.models.layers import SelfAttention, compile_layers
@@ -46,7 +47,7 @@ from megatron01.training.data import RunData, saved_progress
 from megatron01.training.health import Health
 from megatron01.training.memory_check import MemoryCheck
 from megatron01.training.state import SavedRun, start_from_weights
-from megatron01.training.step import Batch, ForwardStep, LossModule, accumulates_in_fp32, mean_loss, training_step
+from megatron01.training.step import Batch, ForwardStep, LossModule, mean_loss, training_step
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import DTYPES, require_support, uses_tf32

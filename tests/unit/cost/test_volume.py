@@ -46,11 +46,6 @@ def test_blocks_are_padded_per_parameter_and_to_equal_rows_but_not_on_the_ring()
     assert wire.ring(4) == 2 * 2 * 2050 * 4 // 3
 
 
-def test_one_replica_is_refused() -> None:
-    with pytest.raises(UserError, match="replicas is 1; expected 2 or more"):
-        Wire(parameter_sizes=(1,), replicas=1, block_size=32)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "precision", "expected"),
     [
