@@ -28,7 +28,7 @@ import megatron01
 from megatron01.errors import FaultError, UserError
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import ReplicaGroup, failing_together, format_ranks
-from megatron01.utils.formatting import one_line
+from megatron01.utils.formatting import format_duration, one_line
 
 _GRACE = datetime.timedelta(seconds=15)
 """Time after the time-out for rank 0 to publish its decision, and for the others to read it."""
@@ -145,7 +145,7 @@ def _missing(infos: Mapping[int, RankInfo], environment: LaunchEnvironment, time
     named = f"no process of {', '.join(absent[:8])} connected" if absent else f"connected: {', '.join(connected[:8])}"
     return (
         f"the {environment.world_size} replicas did not all connect to {environment.rendezvous_endpoint} (rank 0's"
-        f" machine) within {timeout.total_seconds() / 60:g} minutes; missing: {format_ranks(missing)} ({named});"
+        f" machine) within {format_duration(timeout.total_seconds())}; missing: {format_ranks(missing)} ({named});"
         " check that all were started and that MASTER_ADDR and MASTER_PORT can be reached from there"
     )
 
@@ -206,7 +206,7 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
         # printed by every rank: local rank 0 of this machine may be the one that is missing
         raise FaultError(
             f"the {environment.world_size} replicas did not all connect to {environment.rendezvous_endpoint} (rank 0's"
-            f" machine) within {timeout.total_seconds() / 60:g} minutes: {socket.gethostname()} gets no answer from"
+            f" machine) within {format_duration(timeout.total_seconds())}: {socket.gethostname()} gets no answer from"
             f" there; check that rank 0 was started and that MASTER_ADDR and MASTER_PORT can be reached"
             f" ({reason[:200]})"
         ) from error

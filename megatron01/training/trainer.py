@@ -285,6 +285,9 @@ class Trainer:
         for change in self._changed_settings:
             self.recorder.print(f"changed since the checkpoint: {change}")
         is_done = self.iteration >= training.train_iters
+        if is_done:
+            steps = f"after iteration {self.iteration}, as train_iters is {training.train_iters}"
+            self.recorder.print(f"nothing is left to train {steps}")
         batches = iter(()) if is_done else self.data.training_batches(self.consumed_samples)
         reason, consensus = None, PreemptionConsensus(stop, self.group)
         while self.iteration < training.train_iters and reason is None:

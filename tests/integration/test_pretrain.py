@@ -575,7 +575,7 @@ def test_a_signal_ends_training_and_evaluation_with_the_chosen_status(corpus, tm
     assert phase == "training" or stopped_at == 2
 
 
-def test_a_run_that_is_beyond_its_last_step_is_done(corpus, tmp_path):
+def test_a_run_that_is_beyond_its_last_step_is_done(corpus, tmp_path, capsys):
     """Else a launcher that starts again at ``stopped_exit_code`` would do so for ever."""
     config = gpt_config(
         corpus,
@@ -589,6 +589,7 @@ def test_a_run_that_is_beyond_its_last_step_is_done(corpus, tmp_path):
     for iterations in (6, 4):
         shorter = with_settings(config, train_iters=iterations)
         assert pretrain(shorter, GPT.build_datasets, GPT.build_model, GPT.forward_step) == 0
+    assert "nothing is left to train after iteration 6, as train_iters is 4" in capsys.readouterr().out
 
 
 PREPARES_FOR_EVER = """
