@@ -243,12 +243,13 @@ def describe_traffic(
         f"{label} {totals.steps_by_kind[kind]:,}" for kind, label in SYNC_LABELS.items() if kind in totals.steps_by_kind
     ]
     rows = [("steps", f"{totals.steps:,} ({', '.join(by_kind)})" if by_kind else "0")]
-    if replicas == 1:
+    if replicas == 1 and not totals.comm_bytes:
         rows.append(("sent", "nothing: there is one replica"))
     else:
-        adam = adam_bytes(replicas, gradient_bytes) * parameters * totals.steps
         rows.append(("rounds", f"{totals.comm_rounds:,}"))
         rows.append(("sent", format_bytes(totals.comm_bytes)))
+    if replicas > 1:
+        adam = adam_bytes(replicas, gradient_bytes) * parameters * totals.steps
         rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
         if totals.comm_bytes and totals.steps:
             rows.append(("ratio", beside_adam(totals.comm_bytes, adam)))

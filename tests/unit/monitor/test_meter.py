@@ -147,6 +147,12 @@ def test_one_replica_sends_nothing() -> None:
     assert "nothing: there is one replica" in table and "Adam" not in table
 
 
+def test_what_several_replicas_sent_before_one_went_on_alone() -> None:
+    totals = Totals(steps=8, comm_bytes=406_000, comm_rounds=6, steps_by_kind={"full": 8})
+    table = describe_traffic(totals, replicas=1, parameters=1000, gradient_bytes=4)
+    assert "406 kB" in table and "nothing" not in table and "Adam" not in table
+
+
 def test_operations_and_what_share_of_the_most_they_are() -> None:
     clock = Clock()
     meter = Meter(parameters=1, tokens_per_step=10, flops_per_token=6, peak_flops=120.0, clock=clock)
