@@ -35,11 +35,7 @@ def inspect(folder: str) -> None:
     place = manifest.existing_folder(*manifest.locate(folder))
     metadata = manifest.read_metadata(place)
     with damage_named(place / manifest.CONFIG_NAME):
-        lines = _describe(place, metadata)
-    print("\n".join(lines))
-
-
-def _describe(place: Path, metadata: manifest.CheckpointMetadata) -> list[str]:
+        settings = (place / manifest.CONFIG_NAME).read_text(encoding="utf-8").splitlines()
     count = sum(math.prod(shape) for shape in metadata.parameters.values())
     replicas = f"{metadata.num_replicas} on {metadata.device}"
     if metadata.tensor_model_parallel_size > 1:
@@ -47,7 +43,7 @@ def _describe(place: Path, metadata: manifest.CheckpointMetadata) -> list[str]:
     if metadata.optimizer_shards > 1:
         replicas += f", the optimizer of each node in {metadata.optimizer_shards} shards"
     lines = [
-        f"{place}",
+        str(place),
         f"  iteration         {metadata.iteration}",
         f"  consumed samples  {metadata.consumed_samples}",
         f"  replicas          {replicas}",
@@ -57,9 +53,8 @@ def _describe(place: Path, metadata: manifest.CheckpointMetadata) -> list[str]:
         f"  parameters        {count} in {len(metadata.parameters)} tensors",
         "files",
     ]
-    lines += [f"  {line}" for line in columns([(n, f"{f.bytes / 1e6:.1f} MB") for n, f in metadata.files.items()])]
-    text = (place / manifest.CONFIG_NAME).read_text(encoding="utf-8")
-    return [*lines, "settings", *(f"  {line}" for line in text.splitlines())]
+    files = columns([(name, f"{file.bytes / 1e6:.1f} MB") for name, file in metadata.files.items()])
+    print("\n".join([*lines, *(f"  {line}" for line in files), "settings", *(f"  {line}" for line in settings)]))
 
 
 def verify(folder: str) -> None:

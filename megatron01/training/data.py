@@ -74,11 +74,9 @@ def saved_progress(start: tuple[Path, int] | None) -> SavedProgress:
         return SavedProgress()
     checkpoint = existing_folder(*start)
     metadata = read_metadata(checkpoint)
-    saved = metadata.replicas[0].get("data_order")
-    if saved is None:
-        return SavedProgress(metadata.iteration, metadata.consumed_samples)
+    saved = metadata.replicas[0].get("data_order")  # None with weights alone
     with damage_named(checkpoint, "samples"):
-        order = DataOrder(**saved)
+        order = None if saved is None else DataOrder(**saved)
     return SavedProgress(metadata.iteration, metadata.consumed_samples, order)
 
 
