@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron01.checkpoint import manifest
 from megatron01.checkpoint.storage import damage_named
 from megatron01.errors import UserError
-from megatron01.utils.formatting import columns
+from megatron01.utils.formatting import columns, format_bytes
 
 
 def list_all(folder: str) -> None:
@@ -53,7 +53,7 @@ def inspect(folder: str) -> None:
         f"  parameters        {count} in {len(metadata.parameters)} tensors",
         "files",
     ]
-    files = columns([(name, f"{file.bytes / 1e6:.1f} MB") for name, file in metadata.files.items()])
+    files = columns([(name, format_bytes(file.bytes)) for name, file in metadata.files.items()])
     print("\n".join([*lines, *(f"  {line}" for line in files), "settings", *(f"  {line}" for line in settings)]))
 
 
