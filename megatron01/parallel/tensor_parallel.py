@@ -131,14 +131,10 @@ class Partition:
     dim: int  # the partitioned dimension
     unit: int = 1  # rows along it that stay on one rank: of a head, or the multiple that a vocabulary is padded to
 
-    def size(self, whole: int, num_ranks: int) -> int:
-        """Size along ``dim`` of each shard of a parameter of size ``whole`` along it."""
-        units = -(-whole // self.unit)
-        return -(-units // num_ranks) * self.unit
-
     def shape(self, whole: torch.Size, num_ranks: int) -> torch.Size:
         """Shape of each shard of a parameter of shape ``whole``."""
-        size = self.size(whole[self.dim], num_ranks)
+        units = -(-whole[self.dim] // self.unit)
+        size = -(-units // num_ranks) * self.unit
         return torch.Size([*whole[: self.dim], size, *whole[self.dim + 1 :]])
 
     def copy(self, source: Tensor, first: int, target: Tensor, start: int) -> None:
