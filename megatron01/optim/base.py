@@ -663,9 +663,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         exchange.begin(plan.key)
 
         def send(bucket: int) -> None:
-            blocks = exchange.buckets[bucket]
-            self._whole.gather_gradients(blocks)
-            overflow = self._gradients.sum_squares(*blocks)
+            overflow = self._gradients.sum_squares(*exchange.buckets[bucket])
             if self._defers and self._gradients.may_be_deferred:
                 multiplier = torch.where(overflow > 0.0, math.nan, coefficients.multiplier).float()
                 work = Contribution(replace(coefficients, multiplier=multiplier), True, overflow, True, False)

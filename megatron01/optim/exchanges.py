@@ -96,12 +96,7 @@ class GradientMean:
     def open(self, loss_scale: float) -> Opened:
         """Begin during the backward pass: buckets are sent one by one, as their gradients become ready."""
         self.begin(loss_scale)
-
-        def send(bucket: int) -> None:
-            self._flat.gather_gradients(self.buckets[bucket])
-            self.send(bucket)
-
-        return Opened(self.buckets, send)
+        return Opened(self.buckets, self.send)
 
     def send(self, bucket: int) -> None:
         """Send a bucket, whose gradients are in the flat buffer. The order is the same on all replicas."""

@@ -19,7 +19,10 @@ Order = Callable[[list[tuple[int, int]]], Sequence[int]]
 
 @dataclass(frozen=True)
 class Opened:
-    """Buckets of this step ((first, last + 1) blocks), and the function that sends one by its number."""
+    """Buckets of this step ((first, last + 1) blocks), and the function that sends one by its number.
+
+    Its gradients are in the flat buffer by then.
+    """
 
     buckets: list[tuple[int, int]]
     send: Callable[[int], None]
@@ -131,10 +134,14 @@ class EarlyStart:
             self._missing[bucket] -= 1
         order = self._opened_plan.order
         while self._next < len(order) and self._missing[order[self._next]] == 0:
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))  # the bucket's gradients
-            with torch.no_grad(), torch.cuda.stream(self._stream):
-                self._opened.send(order[self._next])
+            bucket = order[self._next]
+            with torch.no_grad():
+                # on the stream that has made them: it takes their memory anew as soon as they are copied
+                self._layout.gather_gradients(self._opened.buckets[bucket])
+                if self._stream is not None:
+                    self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))
+                with torch.cuda.stream(self._stream):
+                    self._opened.send(bucket)
             self._next += 1
 
     def _require_last_hook(self, index: int) -> None:

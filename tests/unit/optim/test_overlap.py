@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron01.optim import flat_parameters
 from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
 from megatron01.optim.overlap import EarlyStart, Opened
 
@@ -35,12 +36,19 @@ def test_buckets_go_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setitem(flat_parameters._COPIED_TOGETHER, "cpu", 1 << 20)
     model = nn.Sequential(nn.Linear(32, 1), nn.Linear(1, 32))
     flat = FlatParameters([NamedParameter(name, p, 0) for name, p in model.named_parameters()], 32)
     early = EarlyStart(flat)
     monkeypatch.setattr(early, "_stream", Stream("exchange", events))
     buckets = [(0, 2), (2, flat.blocks.num_blocks)]
-    early.attach(model, lambda: Opened(buckets, lambda bucket: events.append(f"{bucket} on {current[-1]._name}")))
+
+    def send(bucket: int) -> None:
+        events.append(f"{bucket} on {current[-1]._name}")
+        # copied before, on the stream that made them: else their memory would be used anew while it is read on another
+        assert all(flat.tensors[i].grad is flat.gradient(i) for i in flat.parameters_in(buckets[bucket]))
+
+    early.attach(model, lambda: Opened(buckets, send))
     model(torch.ones(1, 32)).sum().backward()
     early.join()
     sends = ["exchange waits for backward", "1 on exchange", "exchange waits for backward", "0 on exchange"]
