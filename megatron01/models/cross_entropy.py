@@ -12,7 +12,7 @@ Legend: n tokens, h hidden size, v ids of the tokenizer, V ids after padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_w
 
 
 def fusible_cross_entropy(
-    logits: Tensor, labels: Tensor, gradient_weights: Tensor | None, *, vocab_size: int
+    logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None
 ) -> Tensor:
     """As ``cross_entropy``, in operations that a compiler fuses into two passes over the logits."""
     real = logits[:, :vocab_size].float()
@@ -72,6 +72,12 @@ def fusible_cross_entropy(
         probabilities = (logits.float() - log_sums).exp() - (columns == labels[:, None]).float()
         logits.copy_(torch.where(columns < vocab_size, probabilities * gradient_weights[:, None], 0.0))
     return losses
+
+
+@cache
+def _compiled_cross_entropy() -> Callable[..., Tensor]:
+    """``fusible_cross_entropy``, compiled for all models: one that held it could not be pickled."""
+    return torch.compile(fusible_cross_entropy)
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -148,22 +154,19 @@ class VocabularyLoss(nn.Module):
 
     Attributes:
         chunk_bytes: of logits in memory at once; ``CHUNK_BYTES`` of the device if None.
+        compiles_softmax: compute ``token_losses`` by ``fusible_cross_entropy``, compiled.
     """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.chunk_bytes: int | None = None
-
-    def compile_softmax(self) -> None:
-        """From now on compute ``token_losses`` by ``fusible_cross_entropy``, compiled."""
-        if "token_losses" in vars(self):  # of a tensor-parallel rank
-            return
-        self.token_losses = partial(torch.compile(fusible_cross_entropy), vocab_size=self.vocab_size)  # type: ignore[method-assign]
+        self.compiles_softmax = False
 
     def token_losses(self, logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
-        """As ``cross_entropy``: (n, V), (n,), (n,) or None -> (n,) fp32."""
-        return cross_entropy(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
+        """As ``cross_entropy``: (n, V), (n,), (n,) or None -> (n,) fp32. Tensor-parallel ranks have another."""
+        function = _compiled_cross_entropy() if self.compiles_softmax else cross_entropy
+        return function(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
     # Its loops depend on the number of tokens, which for BERT differs from batch to batch. torch.compiler.disable does
     # the same, and imports the compiler at once, for a second.

@@ -170,8 +170,9 @@ class Embedding(nn.Module):
 def _allowed_kernels(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> AbstractContextManager[None]:
     """Context for attention of ``query`` to ``key``, (b, a, s, d) each, in which torch chooses among kernels.
 
-    cuDNN's is the fastest on Hopper, with a mask by far. It is left out where it is not deterministic, and with masks
-    but for those it was tried with: it has given wrong numbers with 64 positions modulo 128.
+    cuDNN's is the fastest on Hopper (``docs/models.md``), with a mask by far. It is left out where it is not
+    deterministic, and with masks but for those it was tried with: it has given wrong numbers with 64 positions modulo
+    128.
     """
     was_tried = mask is None or (mask.shape[2] == 1 and query.shape[2] == key.shape[2] and key.shape[2] % 128 == 0)
     is_left_out = not was_tried or torch.are_deterministic_algorithms_enabled()
@@ -310,7 +311,8 @@ class Transformer(nn.Module):
 
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
         super().__init__()
-        torch.backends.cuda.enable_cudnn_sdp(TorchVersion(torch.__version__) >= _CUDNN_SINCE)
+        if TorchVersion(torch.__version__) < _CUDNN_SINCE:
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.recomputes_layers = config.recompute_activations == "full"
         self.layers = nn.ModuleList(
             TransformerLayer(config, causal=causal, gelu=gelu, norm_placement=norm_placement)
@@ -360,7 +362,7 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
         layer.compile(backend=backend)
     for module in model.modules():
         if isinstance(module, VocabularyLoss) and backend == "inductor":  # others fuse nothing
-            module.compile_softmax()
+            module.compiles_softmax = True
     # else DistributedDataParallel splits each layer's graph at the ends of its buckets
     torch._dynamo.config.optimize_ddp = False
     return True

@@ -129,9 +129,9 @@ def test_the_softmax_that_is_compiled_is_that_which_is_not(dtype):
     logits, labels = (3 * torch.randn(37, 128)).to(dtype), torch.randint(100, (37,))
     for weights in (None, torch.rand(37)):
         ours, expected = logits.clone(), logits.clone()
-        losses = fusible_cross_entropy(ours, labels, weights, vocab_size=100)
+        losses = fusible_cross_entropy(ours, labels, vocab_size=100, gradient_weights=weights)
         wanted = cross_entropy(expected, labels, vocab_size=100, gradient_weights=weights)
         torch.testing.assert_close(losses, wanted)
         torch.testing.assert_close(ours, expected)
     with pytest.raises(RuntimeError):
-        fusible_cross_entropy(logits, labels + 100, None, vocab_size=100)
+        fusible_cross_entropy(logits, labels + 100, vocab_size=100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -328,6 +329,13 @@ def test_layers_compiled_for_the_gpu_or_a_cpu(gpt_config, gpt_batch):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+def test_a_compiled_model_can_be_pickled(gpt_config):
+    model = GPT2(gpt_config(), 53)
+    assert compile_layers(model)
+    copied = pickle.loads(pickle.dumps(model))
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in copied.state_dict().items())
+
+
 def test_a_model_without_such_layers_is_left_alone():
     assert not compile_layers(torch.nn.Linear(2, 2))
 
@@ -379,6 +387,12 @@ def test_cudnns_attention_is_left_out_where_it_was_not_tried(gpt_config, shape, 
     with _deterministic(deterministic), Looks():
         SelfAttention(gpt_config(), causal=False)(hidden, mask)
     assert before and set(during) == ({True, False} if is_left_out else {True}) and enabled()
+
+
+def test_cudnns_attention_stays_off_where_the_user_has_turned_it_off(gpt_config):
+    with sdpa_kernel(SDPBackend.MATH):
+        GPT2(gpt_config(), 53)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU: the backward pass of attention")
