@@ -19,7 +19,7 @@ class Part:
 
     Attributes:
         seconds: time limit, after which it is killed.
-        alone: False for a part that measures no time: such parts run side by side, before the others.
+        alone: False for checks, whose times do not matter: they run side by side, before the others.
     """
 
     name: str
