@@ -27,7 +27,10 @@ def page(result: dict[str, Any]) -> str:
         "## Parts\n",
         _table(
             ["part", "status", "s", "commit"],
-            [[name, record["status"], f"{record['seconds']:.0f}", record["commit"]] for name, record in parts.items()],
+            [
+                [name, record["status"], f"{record['seconds']:.0f}", record.get("commit", "")]
+                for name, record in parts.items()
+            ],
         ),
     ]
     for name, section in (
