@@ -8,14 +8,14 @@ import signal
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from megatron01.data.datasets import SampleDataset
 from megatron01.data.index_cache import Arrays
@@ -32,59 +32,34 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]: ...
 
 
-@dataclass(frozen=True)
-class BlockOrder(Sampler[NDArray[np.int64]]):
-    """Batch sampler of one replica: replica r takes samples [r mb, (r + 1) mb) of each block (mb: micro-batch size).
+def _read_batch(source: SampleSource, segments: NDArray[np.int64], size: int, start: int) -> Arrays | Exception:
+    """A batch: the ``size`` samples from position ``start`` of the consumption order on.
 
-    A block is the next ``micro_batch_size x num_replicas`` samples of ``segments``, ranges of samples consumed in
-    order; an incomplete last block is dropped.
+    Errors are returned, to be raised by the receiving process. ``segments``: int64[segments, 2], see ``BatchLoader``.
     """
-
-    segments: Sequence[tuple[int, int]]  # first and last + 1
-    consumed_samples: int
-    micro_batch_size: int
-    replica: int
-    num_replicas: int
-
-    def __len__(self) -> int:
-        num_samples = sum(last - first for first, last in self.segments)
-        return max(0, num_samples - self.consumed_samples) // (self.micro_batch_size * self.num_replicas)
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        firsts, lasts = np.array(self.segments, dtype=np.int64).reshape(-1, 2).T
-        ends = np.cumsum(lasts - firsts)  # positions in consumption order at which the segments end
-        block = self.micro_batch_size * self.num_replicas
-        start = self.consumed_samples + self.replica * self.micro_batch_size
-        for index in range(len(self)):
-            places = start + index * block + np.arange(self.micro_batch_size)
-            segments = np.searchsorted(ends, places, side="right")
-            yield places + (lasts - ends)[segments]
-
-
-class _Batches(Dataset[Arrays | Exception]):
-    """A dataset of whole batches, for worker processes. Errors are returned, to be raised by the receiving process."""
-
-    def __init__(self, source: SampleSource) -> None:
-        self._source = source
-
-    def __getitem__(self, indices: NDArray[np.int64]) -> Arrays | Exception:
-        try:
-            if isinstance(self._source, SampleDataset):
-                return self._source.collate(self._source.batch(indices))
-            samples = [self._source[index] for index in indices.tolist()]
-            return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
-        except Exception as error:  # any: a dataset may be the user's own
-            where = f"samples {indices[0]} to {indices[-1]}"
-            if isinstance(error, UserError):
-                return UserError(f"{where}: {error}")
-            return RuntimeError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+    firsts, lasts = segments.T
+    ends = np.cumsum(lasts - firsts)  # positions at which the segments end
+    positions = start + np.arange(size)
+    indices = positions + (lasts - ends)[np.searchsorted(ends, positions, side="right")]
+    try:
+        if isinstance(source, SampleDataset):
+            return source.collate(source.batch(indices))
+        samples = [source[index] for index in indices.tolist()]
+        return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+    except Exception as error:  # any: a dataset may be the user's own
+        where = f"samples {indices[0]} to {indices[-1]}"
+        if isinstance(error, UserError):
+            return UserError(f"{where}: {error}")
+        return RuntimeError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
 class BatchLoader:
     """The batches of one replica, from ``consumed_samples`` on to the end of the dataset; may be iterated again.
 
-    ``len`` is the number of batches. An error in a worker process is raised once in the iterating one, with its
-    traceback; so is the death of a worker process, as a UserError. Raises UserError if not a single batch is left.
+    Of each block of micro-batch size mb x replicas samples, replica r takes those at [r mb, (r + 1) mb); an incomplete
+    last block is dropped. ``len`` is the number of batches. An error in a worker process is raised once in the
+    iterating one, with its traceback; so is the death of a worker process, as a UserError. Raises UserError if not a
+    single batch is left.
 
     Args:
         consumed_samples: samples that all replicas together have used; all the state that a resume needs.
@@ -105,21 +80,26 @@ class BatchLoader:
         segments: Sequence[tuple[int, int]] = (),
     ) -> None:
         assert 0 <= replica < num_replicas and consumed_samples >= 0 and micro_batch_size > 0
-        ranges = segments or [(0, len(dataset))]
-        self._order = BlockOrder(ranges, consumed_samples, micro_batch_size, replica, num_replicas)
-        if len(self._order) == 0:
+        ranges = np.array(segments or [(0, len(dataset))], dtype=np.int64)
+        num_samples = int(np.diff(ranges).sum())
+        block = micro_batch_size * num_replicas
+        first, num_blocks = consumed_samples + replica * micro_batch_size, (num_samples - consumed_samples) // block
+        self._starts = range(first, first + num_blocks * block, block)  # positions in consumption order
+        if not self._starts:
             raise UserError(
                 f"no samples are left: {consumed_samples} of {len(dataset)} are consumed and a step over all replicas"
-                f" takes {micro_batch_size * num_replicas}; ask for more samples or stop earlier"
+                f" takes {block}; ask for more samples or stop earlier"
             )
         self._source = dataset
         self._pins = torch.cuda.is_available()  # so that copies to the GPU need not be waited for
         self._workers: list[BaseProcess] = []
+        positions: Any = range(num_samples)
         self._loader: DataLoader[Arrays | Exception] = DataLoader(
-            _Batches(dataset),
-            sampler=self._order,
-            batch_size=None,  # an element of the sampler is a batch already
-            collate_fn=lambda batch: batch,  # arrays, which are copied through a pipe: shared memory is slower
+            positions,
+            sampler=self._starts,
+            batch_size=None,  # an element of the sampler stands for a batch
+            # makes arrays, which are copied through a pipe: shared memory is slower
+            collate_fn=partial(_read_batch, dataset, ranges, micro_batch_size),
             num_workers=num_workers,
             prefetch_factor=_BATCHES_PER_WORKER if num_workers else None,
             persistent_workers=num_workers > 0,
@@ -129,7 +109,7 @@ class BatchLoader:
         )
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self._starts)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         batches = self._start()
@@ -181,14 +161,14 @@ class BatchLoader:
         if not self._workers or not is_main_thread():
             yield
             return
-        handler = signal.signal(signal.SIGCHLD, lambda *_: self._raise_deaths())
+        handler = signal.signal(signal.SIGCHLD, self._raise_deaths)
         try:
             self._raise_deaths()
             yield
         finally:
             signal.signal(signal.SIGCHLD, handler)
 
-    def _raise_deaths(self) -> None:
+    def _raise_deaths(self, *_: object) -> None:
         for worker in self._workers:
             if worker.exitcode:
                 raise RuntimeError(f"DataLoader worker {worker.pid} ended with status {worker.exitcode}")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron01.data import BatchLoader
-from megatron01.data.loader import BlockOrder
 from megatron01.errors import UserError
 from tests.tiers import slow_after
 
@@ -40,9 +39,27 @@ class Squares:
         return {"value": np.array(index), "row": np.array([index, index**2])}
 
 
+def order(num_samples: int, consumed: int, batch: int, replica: int, replicas: int) -> list[list[int]]:
+    """The samples of each batch; none if there is no batch."""
+    try:
+        loader = BatchLoader(
+            Squares(num_samples),
+            consumed_samples=consumed,
+            micro_batch_size=batch,
+            replica=replica,
+            num_replicas=replicas,
+            num_workers=0,
+        )
+    except UserError:
+        return []
+    batches = [batch["value"].tolist() for batch in loader]
+    assert len(loader) == len(batches) > 0
+    return batches
+
+
 @given(num_samples=st.integers(0, 60), consumed=st.integers(0, 60), batch=sizes, replicas=sizes)
 def test_replicas_share_each_sample_once(num_samples: int, consumed: int, batch: int, replicas: int) -> None:
-    orders = [list(BlockOrder([(0, num_samples)], consumed, batch, replica, replicas)) for replica in range(replicas)]
+    orders = [order(num_samples, consumed, batch, replica, replicas) for replica in range(replicas)]
     blocks = max(0, num_samples - consumed) // (batch * replicas)
     assert all(len(order) == blocks for order in orders)
     taken = [index for step in zip(*orders, strict=True) for indices in step for index in indices]
@@ -55,12 +72,11 @@ def test_stops_and_other_numbers_of_replicas_lose_and_repeat_nothing(data: st.Da
     taken: list[int] = []
     for _ in range(5):
         batch, replicas = data.draw(sizes), data.draw(sizes)
-        orders = [BlockOrder([(0, num_samples)], len(taken), batch, replica, replicas) for replica in range(replicas)]
+        orders = [order(num_samples, len(taken), batch, replica, replicas) for replica in range(replicas)]
         steps = data.draw(st.integers(0, len(orders[0])))
         for _, *blocks in zip(range(steps), *orders, strict=False):
             taken += [index for block in blocks for index in block]
-    rest = BlockOrder([(0, num_samples)], len(taken), 1, 0, 1)
-    taken += [index for block in rest for index in block]
+    taken += [index for block in order(num_samples, len(taken), 1, 0, 1) for index in block]
     assert taken == list(range(num_samples))
 
 
@@ -93,6 +109,19 @@ def test_batches_are_in_order_and_can_be_iterated_again(num_workers: int) -> Non
         assert all(torch.equal(batch["row"][:, 1], batch["value"] ** 2) for batch in batches)
     assert len(loader) == 4
     assert torch.equal(torch.random.get_rng_state(), state)  # dropout must not depend on the loader
+
+
+def test_segments_are_taken_in_their_order() -> None:
+    loader = BatchLoader(
+        Squares(12),
+        consumed_samples=1,
+        micro_batch_size=2,
+        replica=0,
+        num_replicas=1,
+        num_workers=0,
+        segments=[(3, 5), (0, 3), (8, 11)],
+    )
+    assert [batch["value"].tolist() for batch in loader] == [[4, 0], [1, 2], [8, 9]]
 
 
 @pytest.mark.parametrize("consumed", [62, 64, 100])
