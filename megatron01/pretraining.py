@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatron01.data import SampleCounts, Splits, Tokenizer
-    from megatron01.data.datasets import SampleDataset
 
 
 class Pretraining:
@@ -24,7 +23,7 @@ class Pretraining:
 
     config_class: ClassVar[type[PretrainConfig]]
     description: ClassVar[str]
-    build_datasets: ClassVar[Callable[..., Splits[SampleDataset]]]
+    build_datasets: ClassVar[Callable[..., Splits]]
     build_model: ClassVar[Callable[..., nn.Module]]
     forward_step: ClassVar[Callable[..., tuple[Tensor, dict[str, Tensor]]]]
 
@@ -47,7 +46,7 @@ class GPT(Pretraining):
     description = "Pretrain GPT-2 on packed documents."
 
     @staticmethod
-    def build_datasets(config: GPTPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[SampleDataset]:
+    def build_datasets(config: GPTPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits:
         from megatron01.data import build_gpt_datasets
 
         return build_gpt_datasets(config.data, tokenizer, counts, config.training.seed)
@@ -71,7 +70,7 @@ class BERT(Pretraining):
     description = "Pretrain BERT on masked sentence pairs."
 
     @staticmethod
-    def build_datasets(config: BertPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits[SampleDataset]:
+    def build_datasets(config: BertPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits:
         from megatron01.data import build_bert_datasets
 
         return build_bert_datasets(config.data, tokenizer, counts, config.training.seed)

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin
 
-from megatron01.config.fields import Setting, Settings, removed
+from megatron01.config.fields import Setting, Settings
 from megatron01.config.yaml_files import dump_yaml, find_config, load_yaml
 from megatron01.errors import UserError, nearest
 
@@ -163,14 +163,12 @@ def _show(value: Any) -> str:
 
 def _describe_unknown(argument: str, settings: Settings[Any], prog: str, other_files: OtherFiles | None) -> str:
     if not argument.startswith("-"):
-        if find_config(argument).is_file():
+        if (found := find_config(argument)).is_file() and found.suffix in (".yaml", ".yml"):
             return f"unexpected argument {argument!r}; a configuration is given as --config {argument}"
         if argument.lower() in ("true", "false"):
             return f"unexpected argument {argument!r}; a setting is turned on as --NAME and off as --no-NAME"
         return f"unexpected argument {argument!r}; settings are given as flags, see {prog} --help"
     flag = argument.split("=", 1)[0]
-    if hint := removed(flag.removeprefix("--")):
-        return f"unknown flag {flag}{hint}"
     flags = ["--config", "--print-config", "--help", *([other_files.flag] if other_files else [])]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]

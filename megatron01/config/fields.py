@@ -167,20 +167,6 @@ def _number(text: str, wanted: type[int] | type[float], problem: str) -> int | f
     return wanted(value)
 
 
-_REMOVED = {
-    "dead_threshold": "step_bound has its effect",
-    "error_limit": "sending the error feedback gained nothing",
-    "on_damaged_checkpoint": "a damaged checkpoint is skipped, with a warning",
-}
-"""Settings of earlier versions, and why they are no longer needed."""
-
-
-def removed(name: str) -> str:
-    """A hint that a setting of this name was removed, or an empty string."""
-    reason = _REMOVED.get(name.replace("-", "_"))
-    return f"; it was removed: {reason}" if reason else ""
-
-
 class Settings(Generic[ConfigT]):
     """All settings of a configuration class: a dataclass of sections (dataclasses themselves), of values, or of both.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from megatron01.config.fields import Setting, Settings, removed
+from megatron01.config.fields import Setting, Settings
 from megatron01.errors import UserError, nearest
 from megatron01.utils.files import SHIPPED, open_regular
 
@@ -70,8 +70,7 @@ def parse_yaml(text: str, settings: Settings[Any], *, source: str) -> dict[str, 
                 if setting is None:
                     known = [setting.name for setting in settings.in_section(key)]
                     everywhere = [setting.name for setting in settings.by_key.values()]
-                    hint = _elsewhere(name, settings) or removed(name)
-                    hint = hint or nearest(name, known) or nearest(name, everywhere)
+                    hint = _elsewhere(name, settings) or nearest(name, known) or nearest(name, everywhere)
                     raise UserError(f"{_place(source, value_node)}: unknown setting {name!r} in section {key!r}{hint}")
                 values[setting.key] = _value(value_node, setting, source)
         elif (setting := settings.find(None, key)) is not None:

@@ -199,9 +199,7 @@ class _BertSplits(SplitBuilder):
         return dataset, len(mapping) / int(index["epochs"][0])
 
 
-def build_bert_datasets(
-    data: BertDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int
-) -> Splits[SampleDataset]:
+def build_bert_datasets(data: BertDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int) -> Splits:
     """The splits of the data as BERT samples; mappings come from the cache or are built and stored there.
 
     Raises UserError if the files are damaged, of another vocabulary or not split into sentences, or if there is no text

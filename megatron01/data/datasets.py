@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,8 +223,6 @@ class BlendedDataset(SampleDataset):
         return self.datasets[0].collate(samples)
 
 
-T = TypeVar("T")
-
 SPLITS = ("train", "valid", "test")
 
 
@@ -250,12 +248,12 @@ class SplitSource:
 
 
 @dataclass(frozen=True)
-class Splits(Generic[T]):
-    """One object per split; None where no samples are wanted or the split holds no usable text."""
+class Splits:
+    """A dataset per split, which may be of a user's class; None where none is wanted, or no usable text is left."""
 
-    train: T | None
-    valid: T | None
-    test: T | None
+    train: Any
+    valid: Any
+    test: Any
     sources: tuple[SplitSource, ...] = ()
     """The token files of each split, if known."""
     notes: tuple[str, ...] = ()
@@ -308,7 +306,7 @@ class SplitBuilder(ABC):
         description = {"kind": kind, "files": share.files.fingerprint, "bounds": share.documents, **parameters}
         return cached_arrays(share.files.cache, description, partial(build, **parameters))
 
-    def build_splits(self, counts: SampleCounts) -> Splits[Any]:
+    def build_splits(self, counts: SampleCounts) -> Splits:
         """Build every split of which samples are wanted.
 
         Raises UserError if there is no text to train on, or a pair is missing, damaged, or of another kind.

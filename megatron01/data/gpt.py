@@ -190,9 +190,7 @@ class _GPTSplits(SplitBuilder):
         return GPTDataset(files, index, self._data, eod=eod, padded=padded), per_epoch
 
 
-def build_gpt_datasets(
-    data: GPTDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int
-) -> Splits[SampleDataset]:
+def build_gpt_datasets(data: GPTDataConfig, tokenizer: Tokenizer, counts: SampleCounts, seed: int) -> Splits:
     """The splits of the data as GPT-2 samples; indices come from the cache or are built and stored there.
 
     Raises UserError if the files are damaged or of another vocabulary, or if there is no text to train on.

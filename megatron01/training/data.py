@@ -81,11 +81,11 @@ def saved_progress(start: tuple[Path, int] | None) -> SavedProgress:
 
 
 def build_in_order(
-    build: Callable[[SampleCounts], Splits[Any]],
+    build: Callable[[SampleCounts], Splits],
     progress: SavedProgress,
     training: TrainingConfig,
     global_batch_size: int,
-) -> tuple[Splits[Any], DataOrder]:
+) -> tuple[Splits, DataOrder]:
     """The datasets of the rest of a run, which ``build`` makes, and the order in which training goes through them."""
     held_out = training.eval_iters * global_batch_size
     remaining = max(0, training.train_iters - progress.iteration) * global_batch_size
@@ -114,7 +114,7 @@ class RunData:
         group: ReplicaGroup,
         tp_ranks: TensorParallelRanks,
         progress: SavedProgress,
-        build: Callable[[SampleCounts], Splits[Any]],
+        build: Callable[[SampleCounts], Splits],
     ) -> None:
         """``build``: sample counts -> datasets.
 

@@ -70,7 +70,7 @@ def prepare(config: PretrainConfig, environment: LaunchEnvironment, build_datase
             print(f"global_batch_size is not given: this is for a run of {num_replicas} replica(s)")
 
 
-def describe_splits(datasets: Splits[Any]) -> str:
+def describe_splits(datasets: Splits) -> str:
     """A table of the token files of each split; the datasets' lengths where the files are not known."""
     if not datasets.sources:
         lengths = {split: getattr(datasets, split) for split in SPLITS}

@@ -53,7 +53,7 @@ from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import DTYPES, require_support, uses_tf32
 from megatron01.utils.signals import StopRequest
 
-BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits[Any]]
+BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits]
 BuildModel = Callable[[Any, Tokenizer], nn.Module]
 
 

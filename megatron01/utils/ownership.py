@@ -146,9 +146,8 @@ class FolderOwner:
         except FileNotFoundError:
             return {"age": 0.0}
         owner = _read(os.pread(descriptor, _LARGEST, 0))
-        is_here = owner.get("boot") == self._own["boot"] and (has_locks or owner.get("pids") == self._own["pids"])
-        may_live = not has_locks and _is_alive(owner) if is_here else bool(owner)
-        if may_live and (age := self._age()) <= SILENT_SECONDS:
+        has_ended = not owner or (has_locks and owner.get("boot") == self._own["boot"])  # here, it would hold the lock
+        if not has_ended and (age := self._age()) <= SILENT_SECONDS:
             return owner | {"age": age}
         content = json.dumps(self._own, indent=1).encode() + b"\n"
         os.ftruncate(descriptor, 0)
@@ -203,17 +202,12 @@ class OwnedFolders:
 
 def _own_entry() -> dict[str, Any]:
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    pids = ""
-    with suppress(OSError):
-        pids = os.readlink("/proc/self/ns/pid")  # identifies the PID namespace
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "job": os.environ.get("SLURM_JOB_ID") or ("" if run == "none" else run),
         "since": datetime.now().isoformat(" ", "seconds"),
         "boot": text_or_empty("/proc/sys/kernel/random/boot_id"),
-        "pids": pids,
-        "started": _start_time(os.getpid()),
         "token": uuid.uuid4().hex,
     }
 
@@ -232,16 +226,3 @@ def _described(owner: dict[str, Any]) -> str:
         return "another job"
     job = f"job {owner['job']}, " if owner.get("job") else ""
     return one_line(f"process {owner.get('pid')} on {owner.get('host')} ({job}since {owner.get('since')})", 300)
-
-
-def _is_alive(owner: dict[str, Any]) -> bool:
-    """True if the owner's process still runs on this machine."""
-    pid = owner.get("pid")
-    started = _start_time(pid) if type(pid) is int else ""
-    return started != "" and started == owner.get("started")
-
-
-def _start_time(pid: int) -> str:
-    """Start time of a process of this machine, in clock ticks since boot; empty if there is no such process."""
-    after_name = text_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return after_name[19] if len(after_name) > 19 else ""

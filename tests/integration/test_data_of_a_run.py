@@ -81,7 +81,7 @@ def test_data_that_would_end_before_the_run_are_noticed_before_it_begins(
     config = gpt_config(corpus, train_iters=6, run_dir=str(tmp_path / "run"), save=str(tmp_path / "saved"))
 
     def run_on(train: int | None, held_out: int, **changes: Any) -> None:
-        def build(*arguments: Any) -> Splits[Any]:
+        def build(*arguments: Any) -> Splits:
             whole = GPT.build_datasets(*arguments)
             own = None if train is None else First(whole.train, train)
             return Splits(own, First(whole.valid, held_out), None)

@@ -82,12 +82,6 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         (BERT.config_class, "--bert-no-binary-head", "here it is --objective"),
         (GPT.config_class, "--gradient-checkpointing", "here it is --recompute-activations"),
         (GPT.config_class, "--hiden-size", "did you mean '--hidden-size'?"),
-        (
-            GPT.config_class,
-            "--on-damaged-checkpoint",
-            "it was removed: a damaged checkpoint is skipped, with a warning",
-        ),
-        (GPT.config_class, "--dead_threshold", "it was removed: step_bound has its effect"),
         (GenerateConfig, "--checkpoint", "here it is --load"),
         (GenerateConfig, "--file", "here it is --input or --text"),
         (GenerateConfig, "--max-length", "here it is --max-new-tokens"),
@@ -131,6 +125,11 @@ def test_a_configuration_without_its_flag_is_recognized() -> None:
         UserError, match="unexpected argument 'gpt2/117m'; a configuration is given as --config gpt2/117m"
     ):
         of(GPT.config_class, "gpt2/117m")
+
+
+def test_a_file_of_text_without_its_flag_is_no_configuration() -> None:
+    with pytest.raises(UserError, match=r"unexpected argument .*; settings are given as flags, see"):
+        of(PreprocessConfig, __file__)
 
 
 def test_a_flag_without_value_that_is_given_one() -> None:

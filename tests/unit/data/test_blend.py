@@ -69,7 +69,7 @@ def origins(dataset: SampleDataset | None) -> list[int]:
     return (tokens[:, 0] - 10).tolist()
 
 
-def build(tokenizer: Tokenizer, counts: SampleCounts, **settings: Any) -> Splits[SampleDataset]:
+def build(tokenizer: Tokenizer, counts: SampleCounts, **settings: Any) -> Splits:
     return build_gpt_datasets(GPTDataConfig(seq_length=10, **settings), tokenizer, counts, 1234)
 
 

@@ -32,7 +32,7 @@ class Data:
 
 
 def order(progress: SavedProgress, name: str, **changes: int) -> tuple[int, DataOrder]:
-    def build(counts: SampleCounts) -> Splits[Any]:
+    def build(counts: SampleCounts) -> Splits:
         assert (counts.valid, counts.test) == (6, 6)
         return Splits(Data(counts.train, name), None, None)
 
