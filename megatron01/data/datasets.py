@@ -53,7 +53,7 @@ class TokenFiles(IndexedDataset):
         for path in self._paths:
             with suppress(OSError):  # IndexedDataset reports a missing file
                 self._descriptors.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        self._stamps = stamps or [_stamp(descriptor) for descriptor in self._descriptors]
+        self._stamps = stamps or [(now.st_size, now.st_mtime_ns) for now in map(os.fstat, self._descriptors)]
         super().__init__(prefix)
         tokens = sampled_digest(self.tokens)
         description = {
@@ -81,10 +81,10 @@ class TokenFiles(IndexedDataset):
     def check_unchanged(self) -> None:
         """Raises: UserError if size or modification time of an open file has changed. Takes about a microsecond."""
         for path, descriptor, before in zip(self._paths, self._descriptors, self._stamps, strict=True):
-            now = _stamp(descriptor)
-            if now != before:
+            now = os.fstat(descriptor)
+            if (now.st_size, now.st_mtime_ns) != before:
                 raise UserError(
-                    f"{path} was changed while it was in use (it had {before[0]} bytes and has {now[0]}); put the file"
+                    f"{path} was changed while it was in use (it had {before[0]} bytes and has {now.st_size}); put the file"
                     " back, or start again from the last checkpoint with the new one"
                 )
 
@@ -97,11 +97,6 @@ class TokenFiles(IndexedDataset):
         ids = [self.tokens.min(), self.tokens.max()] if self.tokens.size else [0, 0]
         layout = np.frombuffer(bytes.fromhex(self.layout_fingerprint), dtype=np.uint8)
         return {"layout": layout, "ids": np.array(ids, dtype=np.int64)}
-
-
-def _stamp(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_size, status.st_mtime_ns
 
 
 Samples = dict[str, NDArray[Any]]  # arrays by name, each [b, ...]: one row a sample
