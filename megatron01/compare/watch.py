@@ -116,6 +116,8 @@ def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[
 
 def _print_until_end(run: WatchedRun, interval: float) -> None:
     """Print a line for each line of metrics, for pipes, files and dumb terminals."""
+    if not run.metrics_file.exists():
+        print(f"waiting for {run.metrics_file}", file=sys.stderr, flush=True)
     while True:
         is_over = run.is_over
         new = run.poll()
