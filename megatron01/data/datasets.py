@@ -84,8 +84,8 @@ class TokenFiles(IndexedDataset):
             now = os.fstat(descriptor)
             if (now.st_size, now.st_mtime_ns) != before:
                 raise UserError(
-                    f"{path} was changed while it was in use (it had {before[0]} bytes and has {now.st_size}); put the file"
-                    " back, or start again from the last checkpoint with the new one"
+                    f"{path} was changed while it was in use (it had {before[0]} bytes and has {now.st_size}); put the"
+                    " file back, or start again from the last checkpoint with the new one"
                 )
 
     def damaged_index(self) -> UserError:
