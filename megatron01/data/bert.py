@@ -38,6 +38,20 @@ _TASKS = {"none": kernels.NO_PAIRS, "sop": kernels.ORDER, "nsp": kernels.NEXT}
 _UNBOUNDED = 2**31
 
 
+def model_batch(samples: Samples) -> Samples:
+    """Add to a batch of BERT samples the positions that determine the shapes of the model's computation.
+
+    ``masked_positions`` int64[k]: positions to predict, in the batch flattened to b s positions. With padding,
+    ``token_positions`` int64[t]: positions of real tokens, likewise; without, ``padding_mask`` is removed.
+    """
+    batch = {**samples, "masked_positions": np.flatnonzero(samples["labels"] >= 0)}
+    if samples["padding_mask"].all():
+        del batch["padding_mask"]
+    else:
+        batch["token_positions"] = np.flatnonzero(samples["padding_mask"])
+    return batch
+
+
 class BertDataset(SampleDataset):
     """Masked sentence pairs; sample i is a function of the seed and i alone.
 
@@ -49,6 +63,8 @@ class BertDataset(SampleDataset):
         mapping: (N, 3): first sentence, last sentence + 1 and target length of each sample.
         documents: int64[documents + 1], first sentence of each document of this split; for next-sentence pairs.
     """
+
+    collate = staticmethod(model_batch)
 
     def __init__(
         self,
@@ -82,9 +98,6 @@ class BertDataset(SampleDataset):
         digests = [self._files.fingerprint, self._config.seq_length, sampled_digest(self._mapping)]
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
-    def collate(self, samples: Samples) -> Samples:
-        return model_batch(samples)
-
     def read(self, indices: NDArray[np.int64]) -> Samples:
         files = self._files
         shape = (len(indices), self._config.seq_length)
@@ -107,20 +120,6 @@ class BertDataset(SampleDataset):
         if not is_sound:
             raise files.damaged_index()
         return {**rows._asdict(), "is_random": is_random, "truncated": truncated}
-
-
-def model_batch(samples: Samples) -> Samples:
-    """Add to a batch of BERT samples the positions that determine the shapes of the model's computation.
-
-    ``masked_positions`` int64[k]: positions to predict, in the batch flattened to b s positions. With padding,
-    ``token_positions`` int64[t]: positions of real tokens, likewise; without, ``padding_mask`` is removed.
-    """
-    batch = {**samples, "masked_positions": np.flatnonzero(samples["labels"] >= 0)}
-    if samples["padding_mask"].all():
-        del batch["padding_mask"]
-    else:
-        batch["token_positions"] = np.flatnonzero(samples["padding_mask"])
-    return batch
 
 
 def build_bert_mapping(

@@ -105,6 +105,9 @@ Samples = dict[str, NDArray[Any]]  # arrays by name, each [b, ...]: one row a sa
 class SampleDataset(ABC):
     """A map-style dataset. A sample depends on its index alone, so an index is all the state that a resume needs."""
 
+    collate: Callable[[Samples], Samples] = dict
+    """Makes the model's input from a ``batch``, by default a copy; called in the loader's processes."""
+
     def __init__(self, token_files: Sequence[TokenFiles]) -> None:
         self.token_files = token_files  # those that samples are read from
 
@@ -135,10 +138,6 @@ class SampleDataset(ABC):
         """Raises: UserError if a token file has changed since it was opened."""
         for files in self.token_files:
             files.check_unchanged()
-
-    def collate(self, samples: Samples) -> Samples:
-        """The model's input from a ``batch``, by default the same; made in the loader's processes."""
-        return samples
 
     def __getitem__(self, index: int) -> Samples:
         """One sample; integers are int64, as in Megatron-LM. Raises: IndexError outside of [0, len)."""
@@ -191,6 +190,7 @@ class BlendedDataset(SampleDataset):
         assert all(len(dataset) >= count for dataset, count in zip(datasets, drawn, strict=True))
         super().__init__(list(dict.fromkeys(files for dataset in datasets for files in dataset.token_files)))
         self.datasets = list(datasets)
+        self.collate = datasets[0].collate
         self.weights = normalized(weights).tolist()
         self._dataset_of, self._sample_of = order["dataset"], order["sample"]
 
@@ -213,9 +213,6 @@ class BlendedDataset(SampleDataset):
                     batch[name] = np.empty((len(indices), *values.shape[1:]), dtype=values.dtype)
                 batch[name][rows] = values
         return batch
-
-    def collate(self, samples: Samples) -> Samples:
-        return self.datasets[0].collate(samples)
 
 
 SPLITS = ("train", "valid", "test")
