@@ -57,7 +57,9 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
         entries |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_DOCUMENT)
     else:
         shutil.copyfile(shipped(files.vocab_file), folder / "vocab.txt")
-        (folder / DEFINITION_FILE).write_text(_with_bert_template(tokenizer), encoding="utf-8")
+        backend = Backend.from_str(tokenizer.definition)
+        add_bert_template(backend, tokenizer)
+        (folder / DEFINITION_FILE).write_text(backend.to_str(), encoding="utf-8")
         entries |= {"tokenizer_class": "BertTokenizer", "tokenize_chinese_chars": True, "strip_accents": None}
         entries |= {"do_lower_case": files.tokenizer_type == "BertWordPieceLowerCase"}
         entries |= {f"{part}_token": f"[{part.upper()}]" for part in ("cls", "sep", "mask", "pad", "unk")}
@@ -111,16 +113,15 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
     return names
 
 
-def _with_bert_template(tokenizer: FastTokenizer) -> str:
-    """The definition of a BERT's tokenizer, with [CLS] before and [SEP] after each text."""
+def add_bert_template(backend: Backend, tokenizer: Tokenizer) -> None:
+    """Let ``backend``, with the ids of a BERT's ``tokenizer``, put [CLS] before and [SEP] after each text."""
     assert tokenizer.masking is not None
-    backend = Backend.from_str(tokenizer.definition)
+    cls, sep = tokenizer.token(tokenizer.masking.cls), tokenizer.token(tokenizer.masking.sep)
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS]:0 $A:0 [SEP]:0",
-        pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", tokenizer.masking.cls), ("[SEP]", tokenizer.masking.sep)],
+        single=f"{cls}:0 $A:0 {sep}:0",
+        pair=f"{cls}:0 $A:0 {sep}:0 $B:1 {sep}:1",
+        special_tokens=[(cls, tokenizer.masking.cls), (sep, tokenizer.masking.sep)],
     )
-    return str(backend.to_str())
 
 
 def _copy_companions(path: Path, folder: Path) -> None:

@@ -348,7 +348,7 @@ _SAFETENSORS = "model.safetensors"
 _PICKLED = "pytorch_model.bin"
 _LFS_POINTER = b"version https://git-lfs"
 _FILE = "a file of transformers"
-_SAMPLE_TEXT = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
+SAMPLE_TEXT = "The Quick brown fox isn't jumping over 1234567890 sleepy dogs; \u00c9tienne, in (old) Z\u00fcrich: yes!"
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -398,7 +398,7 @@ def require_same_rules(given: Tokenizer, own: Tokenizer) -> None:
 
     Raises UserError if its vocabulary size differs, or its ids for a sample text.
     """
-    if given.vocab_size != own.vocab_size or given.encode(_SAMPLE_TEXT) != own.encode(_SAMPLE_TEXT):
+    if given.vocab_size != own.vocab_size or given.encode(SAMPLE_TEXT) != own.encode(SAMPLE_TEXT):
         raise UserError(
             f"{given.name} ({given.vocab_size} ids) encodes text differently from the model's own {own.name}"
             f" ({own.vocab_size} ids); give the tokenizer with which the model was trained"

@@ -18,11 +18,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron01.convert.formats import read_model
-from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
-from megatron01.convert.huggingface import is_hf_folder, read_weights, require_same_rules, write_hf_folder
+from megatron01.convert.hf_tokenizer import add_bert_template, find_tokenizer, write_tokenizer
+from megatron01.convert.huggingface import (
+    SAMPLE_TEXT,
+    is_hf_folder,
+    read_weights,
+    require_same_rules,
+    write_hf_folder,
+)
 from megatron01.convert.native import is_checkpoint
 from megatron01.convert.portable import TokenizerFiles, refuse_non_finite
-from megatron01.data.tokenizers import build_tokenizer
+from megatron01.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.formatting import one_line
 
@@ -167,7 +173,7 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
         raise UserError(
             f"{portable.source} is a {portable.architecture}; expected a BERT, which can be fine-tuned here"
         )
-    portable.built_tokenizer()  # there must be one
+    own_tokenizer = portable.built_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
         try:
             write_hf_folder(portable, Path(folder), dtype="fp32")
@@ -175,10 +181,13 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
             raise UserError(
                 f"{tempfile.gettempdir()} has no room for a copy of the model ({error}); set TMPDIR"
             ) from error
-        return _load_folder(Path(folder), Path(folder), portable.source, head)
+        return _load_folder(Path(folder), Path(folder), portable.source, head, own_tokenizer)
 
 
-def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) -> Pretrained:
+def _load_folder(
+    folder: Path, tokenizer_folder: Path, source: str, head: Head, own_tokenizer: Tokenizer | None = None
+) -> Pretrained:
+    import transformers
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
@@ -196,6 +205,14 @@ def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) 
             raise
     with _naming(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    if isinstance(own_tokenizer, SentencePieceTokenizer):
+        backend = tokenizer.backend_tokenizer
+        if backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids != own_tokenizer.encode(SAMPLE_TEXT):
+            raise UserError(
+                f"transformers {transformers.__version__} does not read the SentencePiece model of {source} rightly;"
+                " pip install 'transformers>=5.24'"
+            )
+        add_bert_template(backend, own_tokenizer)  # it has no place in the exported files
     prefix = f"{model.base_model_prefix}."
     body = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
     replaced = {name[0] if isinstance(name, tuple) else name for name in loaded["mismatched_keys"]}

@@ -9,8 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
 
+from megatron01.config import BertModelConfig
 from megatron01.convert.formats import read_model
-from megatron01.convert.portable import TokenizerFiles
+from megatron01.convert.native import write_checkpoint
+from megatron01.convert.portable import VOCABULARY_TENSORS, PortableModel, TokenizerFiles, new_model
+from megatron01.data.train_tokenizer import train_sentencepiece
 from megatron01.errors import UserError
 from megatron01.finetune.pretrained import load_pretrained
 from tests.integration.tiny import bert_config, gpt_config
@@ -116,6 +119,29 @@ def test_a_tokenizer_without_special_tokens_is_refused(folder):
     change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
     with pytest.raises(UserError, match="adds no special tokens to texts"):
         load_pretrained(str(folder), None, HEAD)
+
+
+def test_a_checkpoint_with_a_sentencepiece_model(tmp_path):
+    """Texts get [CLS] and [SEP], as in pretraining, also from a fine-tuned model that was saved."""
+    path = tmp_path / "sp.model"
+    path.write_bytes(train_sentencepiece(["the fox and a dog went home in seven boats"] * 9, 40, "unigram"))
+    files = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
+    ours = files.built
+    config = BertModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, max_position_embeddings=64)
+    weights = new_model(config, ours.vocab_size, binary_head=True).state_dict()
+    weights = {n: w[: ours.vocab_size] if n in VOCABULARY_TENSORS else w for n, w in weights.items()}
+    model = PortableModel(source="", config=config, vocab_size=ours.vocab_size, weights=weights, tokenizer=files)
+    (tmp_path / "bert").mkdir()
+    write_checkpoint(model, tmp_path / "bert", final=tmp_path / "bert")
+    pretrained = load_pretrained(str(tmp_path / "bert"), None, HEAD)
+    saved = tmp_path / "saved"
+    pretrained.new_model(num_outputs=2, seed=0, dropout=None).save_pretrained(saved)
+    pretrained.encoder.tokenizer.save_pretrained(saved)
+    first, second, special = ours.encode("the fox"), ours.encode(" a  dog"), ours.masking
+    for found in (pretrained, load_pretrained(str(saved), None, HEAD)):
+        (pair,) = found.encoder.encode(["the fox"], [" a  dog"], 64)
+        assert pair.ids.tolist() == [special.cls, *first, special.sep, *second, special.sep]
+        assert pair.types.tolist() == [0] * (len(first) + 2) + [1] * (len(second) + 1)
 
 
 def test_another_tokenizer_given_by_hand(folder, corpus, tmp_path):
