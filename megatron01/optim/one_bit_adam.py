@@ -15,9 +15,9 @@ from typing import Any, Literal, Unpack
 
 import numpy as np
 
+from megatron01.comm.kernels.specification import block_sums
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.kernels.specification import block_sums
 from megatron01.optim.local_update import Coefficients, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan
 from megatron01.optim.schedule import Schedule, integer

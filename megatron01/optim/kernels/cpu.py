@@ -1,12 +1,11 @@
 """The optimizers' arithmetic on CPUs: compiled loops over tiles of fp32, each handled while it is in the cache.
 
 Tiles of bf16 are widened and rounded inside the loops, and packed results of exchanges are decoded there, block by
-block. Slices of fp16 go through fp32 scratch, range by range.
+block. Slices of fp16 are converted to and from fp32, range by range.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -23,9 +22,6 @@ from megatron01.utils.compilation import compiled
 _TILE = 512
 """Elements handled at a time: a tile of six buffers fits a first-level cache. Longer and shorter ones were slower, but
 in fp32 without a refresh of v, which takes fewer buffers, twice as many are faster (local steps by a tenth)."""
-
-_RANGE = 1 << 16
-"""Elements that are converted from and to fp16 at a time."""
 
 _UNIT = 1 << 10
 """A slice is split over threads in multiples of this many elements."""
@@ -131,6 +127,9 @@ def _compile_scratch_size(packed, tile):
 
 @compiled(nogil=True, error_model="numpy")
 def _update(
+    first,
+    last,
+    unit,
     x,
     v,
     m,
@@ -160,7 +159,7 @@ def _update(
     bound,
     decay,
 ):
-    """The adaptive and the plain rule; v, m, u, g and weights are fp32 or the bits of bf16."""
+    """The adaptive and the plain rule on the units [first, last); v, m, u, g and weights are fp32 or bits of bf16."""
     # scalars are fp32 from the start: a double among them would make the loops run in double
     one = np.float32(1.0)
     zero = np.float32(0.0)
@@ -168,8 +167,9 @@ def _update(
     scratch = np.empty((4, tile), np.float32)
     gradients = np.empty(_scratch_size(packed_g, tile), np.float32)
     steps = np.empty(_scratch_size(packed_step, tile), np.float32)
-    for start in range(0, x.size, tile):
-        end = min(start + tile, x.size)
+    stop = min(last * unit, x.size)
+    for start in range(first * unit, stop, tile):
+        end = min(start + tile, stop)
         xt, vp, mp, up, wp = x[start:end], v[start:end], m[start:end], u[start:end], weights[start:end]
         size = xt.size
         vt, mt, wt = _open(vp, scratch[0]), _open(mp, scratch[1]), _open(wp, scratch[2])
@@ -227,6 +227,9 @@ def _update(
 
 @compiled(nogil=True, error_model="numpy")
 def _update_soft_sign(
+    first,
+    last,
+    unit,
     x,
     b,
     m,
@@ -251,8 +254,9 @@ def _update_soft_sign(
     scratch = np.empty(_TILE, np.float32)
     gradients = np.empty(_scratch_size(packed_g, _TILE), np.float32)
     steps = np.empty(_scratch_size(packed_step, _TILE), np.float32)
-    for start in range(0, x.size, _TILE):
-        end = min(start + _TILE, x.size)
+    stop = min(last * unit, x.size)
+    for start in range(first * unit, stop, _TILE):
+        end = min(start + _TILE, stop)
         wp = weights[start:end]
         wt = _open(wp, scratch)
         gt = _values(g, packed_g, start, end, gradients)
@@ -291,11 +295,11 @@ def _halving_sum(values):
 
 
 @compiled(nogil=True, error_model="numpy")
-def _sum_squares(values, packed, block_size, sums):
+def _sum_squares(first, last, values, packed, block_size, sums):
     part = block_size // 8
     squares = np.empty(part, np.float32)
     scratch = np.empty(block_size, np.float32)
-    for block in range(sums.size):
+    for block in range(first, last):
         tile = _values(values, packed, block * block_size, (block + 1) * block_size, scratch)
         a, b, c, d = tile[:part], tile[part : 2 * part], tile[2 * part : 3 * part], tile[3 * part : 4 * part]
         e, f, g, h = tile[4 * part : 5 * part], tile[5 * part : 6 * part], tile[6 * part : 7 * part], tile[7 * part :]
@@ -314,25 +318,29 @@ class CPUKernels:
 
     def __init__(self, num_threads: int) -> None:
         self._workers = BlockWorkers(num_threads)
-        self._scratch = threading.local()
         # 1 MiB of each buffer and thread: longer ranges leave the caches, shorter ones cost more calls than they gain
         self.range_elements = (1 << 18) * self._workers.num_threads
 
     def sum_squares(self, values: Tensor | PackedBlocks, block_size: int) -> Tensor:
+        if isinstance(values, Tensor) and values.dtype == torch.float16:
+            parts = values.split(max(self.range_elements, block_size))
+            return torch.cat([self.sum_squares(part.float(), block_size) for part in parts])
         sums = torch.empty(values.numel() // block_size, dtype=torch.float32)
-
-        def run(first: int, last: int) -> None:
-            at_once = max(1, _RANGE // block_size) if values.dtype == torch.float16 else max(1, last - first)
-            for low in range(first, last, at_once):
-                high = min(low + at_once, last)
-                part = self._arrays(0, values[low * block_size : high * block_size])
-                _sum_squares(*part, block_size, sums[low:high].numpy())
-
-        self._workers.run(run, 0, sums.numel())
+        self._workers.run(_sum_squares, 0, sums.numel(), *_arguments(values), block_size, sums.numpy())
         return sums
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         n, (x, v, m, u, weights, gradients, step) = numbers, slices
+        unit = max(_UNIT, *(one.packed.format.block_size if isinstance(one, PackedBlocks) else 0 for one in slices))
+        if torch.float16 in (weights.dtype, None if gradients is None else gradients.dtype):
+            length = max(self.range_elements, unit)
+            for first in range(0, x.numel(), length):
+                part = slices.part(slice(first, first + length))
+                g = part.gradients.float() if isinstance(part.gradients, Tensor) else part.gradients
+                wide = part._replace(weights=part.weights.float(), gradients=g)
+                self.update(phase, numbers, wide)
+                part.weights.copy_(wide.weights)
+            return
         if n.rule is Rule.SOFT_SIGN:
             kernel: Any = _update_soft_sign
             step = u if step is None else step
@@ -344,44 +352,22 @@ class CPUKernels:
             flags += [step is not None, phase.gradient and n.variance_decay is not None, n.rule is Rule.ADAPTIVE]
             scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
             scalars += [n.kept, n.weight, n.total, n.step_size, n.bound, n.decay]
-        narrowed = list(map(np.float32, scalars))
-        g: Tensor | PackedBlocks = x if gradients is None else gradients  # a placeholder: not read without gradients
-        moved: Tensor | PackedBlocks = x if step is None else step
-        unit = _UNIT
-        for one in (g, moved):
-            if isinstance(one, PackedBlocks):
-                unit = max(unit, one.packed.format.block_size)  # powers of two
+        self._workers.run(
+            kernel,
+            0,
+            -(-x.numel() // unit),
+            unit,
+            *map(as_array, (x, v, m, u)),
+            *_arguments(x if gradients is None else gradients),  # a placeholder, which is not read
+            as_array(weights),
+            *_arguments(x if step is None else step),
+            *flags,
+            *map(np.float32, scalars),
+        )
 
-        def run(first: int, last: int) -> None:
-            first, last = first * unit, min(last * unit, x.numel())
-            at_once = max(_RANGE, unit) if torch.float16 in (weights.dtype, g.dtype) else last - first
-            for low in range(first, last, at_once):
-                part = slice(low, min(low + at_once, last))
-                w, _ = self._arrays(1, weights[part])
-                kernel(
-                    *map(as_array, (x[part], v[part], m[part], u[part])),
-                    *self._arrays(0, g[part]),
-                    w,
-                    *self._arrays(2, moved[part]),
-                    *flags,
-                    *narrowed,
-                )
-                if phase.write_weights and weights.dtype == torch.float16:
-                    weights[part].copy_(torch.from_numpy(w))
 
-        self._workers.run(run, 0, -(-x.numel() // unit))
-
-    def _arrays(self, place: int, values: Tensor | PackedBlocks) -> tuple[Any, Any]:
-        """What compiled loops take for ``values``: float32 or uint16 (bf16) array, and packed blocks or None.
-
-        fp16 is widened in this thread's scratch.
-        """
-        if isinstance(values, PackedBlocks):
-            return _NOTHING, (values.first, *values.packed.arguments, values.packed.format.block_size)
-        if values.dtype != torch.float16:
-            return as_array(values), None
-        count = values.numel()
-        scratch = getattr(self._scratch, "buffers", None)
-        if scratch is None or scratch.size(1) < count:  # pages that are not written to take no memory
-            scratch = self._scratch.buffers = torch.empty(3, max(_RANGE, count), dtype=torch.float32)
-        return scratch[place, :count].copy_(values).numpy(), None
+def _arguments(values: Tensor | PackedBlocks) -> tuple[Any, Any]:
+    """What compiled loops take for ``values``: float32 or uint16 (bf16) array, and packed blocks or None."""
+    if isinstance(values, PackedBlocks):
+        return _NOTHING, (values.first, *values.packed.arguments, values.packed.format.block_size)
+    return as_array(values), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron01.comm.kernels.specification import decode_packed
+from megatron01.comm.kernels.specification import block_sums, decode_packed
 from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 
@@ -100,11 +100,3 @@ def _soft_sign_update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None
         u.copy_(torch.where(magnitude > 0, momentum / magnitude, 0.0))
     if phase.write_weights:
         weights.copy_(x)
-
-
-def block_sums(values: Tensor) -> Tensor:
-    """fp32[blocks] of fp32[blocks, block_size], halves added until one is left: a fixed order."""
-    while values.size(1) > 1:
-        half = values.size(1) // 2
-        values = values[:, :half] + values[:, half:]
-    return values[:, 0]
