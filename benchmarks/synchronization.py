@@ -94,8 +94,7 @@ class OneBitExchange:
             exchange.compress(bucket, first, last, self._value)
             exchange.send(bucket, Status.OK)
         exchange.reduce(stop_on_overflow=True)
-        results = [exchange.receive(bucket) for bucket in range(len(exchange.buckets))]
-        self._value = exchange.swap(self._value)
+        results, self._value = exchange.receive(self._value)
         seconds = time.perf_counter() - start
         for (first, last), packed in zip(exchange.buckets, results, strict=True):
             part = self._value[first * BLOCK_SIZE : last * BLOCK_SIZE]

@@ -303,12 +303,9 @@ class DenseExchange(Exchange):
         worst = self._mean.finish()[0]
         return worst if self._agree is None else self._agree(worst)
 
-    def receive(self, bucket: int) -> None:
-        """Return None: the mean is in ``value``."""
-
-    def swap(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` itself: there is no error to keep."""
-        return value
+    def receive(self, value: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """None and ``value``, which holds the mean: there is no error to keep."""
+        return None, value
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` by its mean over the replicas, the same bits on each."""

@@ -20,13 +20,10 @@ class Exchange(ABC):
             exchange.send(bucket, status)
         worst = exchange.reduce(stop_on_overflow=...)
         if worst does not call it off:                        # else errors are unchanged, value is undefined
-            for bucket, (first, last) in enumerate(exchange.buckets):
-                packed = exchange.receive(bucket)             # to be decoded; None: the mean is in value
-            value = exchange.swap(value)                      # stale content, to be overwritten
+            results, value = exchange.receive(value)
 
     All replicas call the same methods in the same order. ``value`` ([num_elements], fp32 or bf16 as the exchange was
-    built for) is the same buffer in all calls of an exchange. ``swap`` may come before the results have been used, as
-    they do not lie in ``value`` then; after ``receive`` has returned None, it gives the same buffer back.
+    built for) is the same buffer in all calls of an exchange.
 
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer. Their number changes no bit of the
@@ -75,21 +72,15 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def receive(self, bucket: int) -> Packed | None:
-        """A bucket's result, which stays valid until the next ``begin``; None: it is in ``value``.
+    def receive(self, value: torch.Tensor) -> tuple[list[Packed] | None, torch.Tensor]:
+        """Wait for the results, keep ``value``, which holds the new error, and return a buffer to use in its place.
 
-        The first call of an exchange waits for all buckets.
+        Returns:
+            The results by bucket, to be decoded before the next ``begin``, and the buffer, whose content is stale. None
+            and ``value``, where that holds the mean.
 
         Raises:
-            DamagedPayload: if the result of any is damaged.
-        """
-
-    @abstractmethod
-    def swap(self, value: torch.Tensor) -> torch.Tensor:
-        """Keep ``value``, which holds the new error, and return the buffer to use in its place.
-
-        Comes once after a successful exchange, when all results have been received. The returned buffer's content is
-        stale.
+            DamagedPayload: if a result is damaged; the errors have not been swapped.
         """
 
     @abstractmethod
@@ -111,5 +102,5 @@ class Exchange(ABC):
         assert not mean.any(), "there is no place for errors"
 
     def compression(self) -> list[CompressionNorms]:
-        """Norms of the quantization error of a watched exchange, by bucket, after ``swap``. Empty if lossless."""
+        """Norms of the quantization error of a watched exchange, by bucket, after ``receive``. Empty if lossless."""
         return []

@@ -145,7 +145,6 @@ class OneBitAllReduce(Exchange):
         self._watch = False
         self._quantized: list[float] = []
         self._sent: list[int] = []  # buckets sent inside the node, in that order
-        self._is_complete = True  # whether all results have arrived
         self.buckets = layout.buckets(bucket_elements, self._servers.size * self._num_local)
         # all rows of equally large buckets, to be checked at once: from the servers, and from the node's processes
         self._received: list[torch.Tensor] = []
@@ -298,7 +297,6 @@ class OneBitAllReduce(Exchange):
             payload.work = self._servers.all_gather(payload.received.rows, payload.sent.rows[rank])
             if self._local is not None and bucket > 0:
                 self._share(self._payloads[bucket - 1], self._local)
-        self._is_complete = False
         return worst
 
     def _headers_in_node(self, headers: list[torch.Tensor], local: Transport) -> torch.Tensor:
@@ -315,37 +313,26 @@ class OneBitAllReduce(Exchange):
         payload.work.wait()
         payload.work = local.all_gather(payload.result.rows, payload.received.rows.view(-1))
 
-    def receive(self, bucket: int) -> Packed:
-        """Wait for all results; returns that of a bucket."""
-        if not self._is_complete:
-            arriving = self._received
-            if self._local is not None:
-                self._share(self._payloads[-1], self._local)
-                arriving = self._results
-            for payload in self._payloads:
-                payload.work.wait()
-                payload.work = Done()  # a finished collective may hold memory
-            for rows in arriving:
-                self._sealing.check(rows)
-            read_checked([], *self._transports)
-            self._is_complete = True
-        return self._payloads[bucket].result
+    def receive(self, value: torch.Tensor) -> tuple[list[Packed], torch.Tensor]:
+        """Wait for the results, and make ``value`` the worker error; hierarchical: ``value`` is given back.
 
-    def decompress(self, bucket: int, first: int, last: int, out: torch.Tensor) -> None:
-        """out (fp32[(last - first) * block_size]) <- the mean of the blocks [first, last) of a received bucket.
-
-        Range by range, so that the caller needs no buffer for the whole mean. Several threads may decompress ranges at
-        a time.
+        Returns the results by bucket, and the old worker error's buffer.
         """
-        self._codec.decode(first, last, self._payloads[bucket].result, out)
-
-    def swap(self, value: torch.Tensor) -> torch.Tensor:
-        """Make ``value`` the worker error and return the old one's buffer; hierarchical: return ``value`` itself."""
+        arriving = self._received
+        if self._local is not None:
+            self._share(self._payloads[-1], self._local)
+            arriving = self._results
+        for payload in self._payloads:
+            payload.work.wait()
+            payload.work = Done()  # a finished collective may hold memory
+        for rows in arriving:
+            self._sealing.check(rows)
+        read_checked([], *self._transports)
         if self._local is None:
             value, self._worker_error = self._worker_error, value
         else:
             self._new_error, self._worker_error = self._worker_error, self._new_error
-        return value
+        return [payload.result for payload in self._payloads], value
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""
@@ -355,13 +342,11 @@ class OneBitAllReduce(Exchange):
             self.compress(bucket, first, last, given)
             self.send(bucket, Status.OK)
         self.reduce(stop_on_overflow=False)
-        if given is value and self._local is None:  # the caller keeps ``value``
-            self._worker_error.copy_(given)
-        else:
-            self.swap(given)
-        for bucket, (first, last) in enumerate(self.buckets):
-            self.receive(bucket)
-            self.decompress(bucket, first, last, value[first * self._block_size : last * self._block_size])
+        results, spare = self.receive(given)
+        if self._worker_error is value:  # which the caller keeps
+            self._worker_error = spare.copy_(value)
+        for (first, last), result in zip(self.buckets, results, strict=True):
+            self._codec.decode(first, last, result, self._elements(value, (first, last)))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Residuals of this process as a worker and as a server, [elements] each (fp32 or bf16).

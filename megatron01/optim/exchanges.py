@@ -222,9 +222,8 @@ class QuantizedGradientMean(GradientMean):
         self._note_own(worst)
         self.packed = None
         if worst < Status.OVERFLOW:
-            buckets = enumerate(self.buckets)
-            self.packed = [PackedBlocks(self.exchange.receive(bucket), *blocks) for bucket, blocks in buckets]
-            replaced = self.exchange.swap(self._value)
+            results, replaced = self.exchange.receive(self._value)
+            self.packed = [PackedBlocks(one, *blocks) for one, blocks in zip(results, self.buckets, strict=True)]
             if self._uses_u:
                 self._local.u = replaced
         self._value, self.begun = torch.empty(0), False
@@ -404,12 +403,11 @@ class CompressedAllReduce:
         # under soft sign, m and b are only stored here, so that a step that is called off leaves them unchanged
         stores_gradient = contribution.uses_gradient and contribution.coefficients.rule is Rule.SOFT_SIGN
         phase = replace(SYNCHRONIZE, gradient=stores_gradient)
+        results, local.u = self.exchange.receive(local.u)
         for bucket, blocks in enumerate(self.buckets):
-            result = self.exchange.receive(bucket)
-            for first, last in local.ranges(*blocks):
-                mean = None if result is None else PackedBlocks(result, first, last)
-                local.run(phase, contribution.coefficients, (first, last), mean)
-        local.u = self.exchange.swap(local.u)
+            mean = None if results is None else results[bucket]
+            for part in local.ranges(*blocks):
+                local.run(phase, contribution.coefficients, part, mean)
         if self._watched:
             self.report = self._watch.record(self.exchange.compression())
         return worst

@@ -347,10 +347,9 @@ class LocalUpdate:
         phase: Phase,
         coefficients: Coefficients,
         blocks: tuple[int, int] | None = None,
-        step: Tensor | PackedBlocks | None = None,
+        step: Tensor | Packed | None = None,
     ) -> None:
-        """Run ``phase`` on the blocks [first, last), or on all; ``step`` (of these, fp32[elements] or packed) is U."""
-        size = self.flat.blocks.block_size
+        """Run ``phase`` on the blocks [first, last), or on all; ``step`` (fp32[elements], or packed) is U."""
         first, last = blocks or (0, self.flat.blocks.num_blocks)
         means = coefficients.mean if phase.gradient else None
         for low, high, packed in [(first, last, None)] if means is None else common_blocks(means, first, last):
@@ -360,7 +359,9 @@ class LocalUpdate:
                 gradients: Tensor | PackedBlocks | None = segment.gradients if phase.gradient else None
                 if packed is not None:
                     gradients = PackedBlocks(packed, segment.first, segment.last)
-                mean = None if step is None else step[(segment.first - first) * size : (segment.last - first) * size]
+                mean: Tensor | PackedBlocks | None = step[place] if isinstance(step, Tensor) else None
+                if isinstance(step, Packed):
+                    mean = PackedBlocks(step, segment.first, segment.last)
                 slices = Slices(*state, segment.weights, gradients, mean)
                 self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
 

@@ -243,7 +243,8 @@ def exchange(topology: Topology) -> dict[str, Any]:
     assert plain.reduce(stop_on_overflow=True) is Status.OVERFLOW
     value = own_value(rank, 9)
     plain.all_reduce(value)
-    assert plain.receive(0) is None and plain.swap(value) is value and plain.state() == {}
+    results, following = plain.receive(value)
+    assert results is None and following is value and plain.state() == {}
     return {"value": value, "rounds": topology.sent().rounds}
 
 

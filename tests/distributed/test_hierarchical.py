@@ -140,8 +140,8 @@ def called_off(topology: Topology, culprit: int) -> dict[str, Any]:
         worst = exchange.reduce(stop_on_overflow=True)
         if worst >= Status.OVERFLOW:
             return worst, []
-        results = [exchange.receive(bucket) for bucket in range(len(exchange.buckets))]
-        assert exchange.swap(value) is value
+        results, following = exchange.receive(value)
+        assert following is value
         return worst, results
 
     worst, _ = attempt(Status.OVERFLOW)
@@ -174,12 +174,11 @@ def reversed_buckets(topology: Topology) -> bool:
             backward.compress(bucket, first, last, value)
             backward.send(bucket, Status.OK)
         assert backward.reduce(stop_on_overflow=True) is Status.OK
-        packed = [backward.receive(bucket) for bucket in range(len(backward.buckets))]
-        rows = [result.rows.clone() for result in packed]
-        backward.swap(value)
+        results, _ = backward.receive(value)
+        rows = [result.rows.clone() for result in results]
         forward.all_reduce(value)
-        for bucket, sent in enumerate(rows):
-            same = same and torch.equal(sent[:, 16:], forward.receive(bucket).rows[:, 16:])
+        for sent, payload in zip(rows, forward._payloads, strict=True):
+            same = same and torch.equal(sent[:, 16:], payload.result.rows[:, 16:])
     return same
 
 

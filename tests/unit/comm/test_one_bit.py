@@ -43,8 +43,7 @@ def exchange(
     worst = one_bit.reduce(stop_on_overflow)
     if worst >= Status.OVERFLOW and stop_on_overflow:
         return worst, [], value
-    packed = [one_bit.receive(bucket) for bucket in range(len(one_bit.buckets))]
-    return worst, packed, one_bit.swap(value)
+    return worst, *one_bit.receive(value)
 
 
 def decode(one_bit: OneBitAllReduce, results: list[Packed]) -> torch.Tensor:
@@ -311,8 +310,7 @@ def test_what_an_exchange_loses_is_measured(quantizer: Quantizer) -> None:
             one_bit.compress(bucket, first, last, value)
             one_bit.send(bucket, Status.OK)
         one_bit.reduce(stop_on_overflow=True)
-        result = decode(one_bit, [one_bit.receive(bucket) for bucket in range(len(one_bit.buckets))])
-        one_bit.swap(value)
+        result = decode(one_bit, one_bit.receive(value)[0])
         for (first, last), compression in zip(one_bit.buckets, one_bit.compression(), strict=True):
             part = slice(first * BLOCK, last * BLOCK)
             for got, wanted in (

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +78,7 @@ def test_every_phase_of_every_rule(
     def use(given_problem: Problem) -> list[torch.Tensor]:
         last, result = given_problem.num_blocks, None
         if what.synchronize and not what.fresh and (not what.gradient or rule is Rule.SOFT_SIGN):
-            result = given_problem.random(last - 1)
+            result = given_problem.random(last)
         for refresh in (True, False):
             numbers = coefficients(rule, refresh=refresh, never_falls=refresh)
             given_problem.local.run(what, numbers, (1, last), result)
@@ -134,7 +135,9 @@ def test_any_layout(
 
     def use(given_problem: Problem) -> list[torch.Tensor]:
         first, last = sorted(int(cut * given_problem.num_blocks) for cut in cuts)
-        result = given_problem.random(last - first) if what.synchronize and not what.gradient and exchanged else None
+        result = None
+        if what.synchronize and not what.gradient and exchanged:
+            result = given_problem.random(given_problem.num_blocks)
         given_problem.local.run(what, coefficients(rule, refresh=True, never_falls=True), (first, last), result)
         return []
 
@@ -169,9 +172,9 @@ def test_a_packed_result_moves_the_weights_as_its_values_do(
         packed = Packed(rows, row_blocks, 1, form, given_problem.active)
         values = given_problem.random(last).cpu()
         ReferenceCodec(block_size, quantizer).compress(1, last, values, torch.zeros_like(values), packed, 5)
-        result: torch.Tensor | PackedBlocks = decode_packed(packed, 2, last).view(-1).to(device)
+        result: torch.Tensor | Packed = F.pad(decode_packed(packed, 2, last).view(-1), (2 * block_size, 0)).to(device)
         if is_packed:
-            result = PackedBlocks(replace(packed, rows=rows.to(device), active=packed.active.to(device)), 2, last)
+            result = replace(packed, rows=rows.to(device), active=packed.active.to(device))
         given_problem.local.run(SYNCHRONIZE, coefficients(rule, refresh=False), (2, last), result)
         outcomes.append(given_problem.tensors())
     for ours, theirs in zip(*outcomes, strict=True):
@@ -210,7 +213,7 @@ def test_a_packed_mean_is_used_as_gradients_of_its_values_are(
             sums = [given_problem.local.kernels.sum_squares(bucket, block_size) for bucket in buckets]
         else:
             sums = [square_sums(flat, given_problem.local.kernels, 0, last)]
-        step = given_problem.random(last - 1) if rule is Rule.SOFT_SIGN else None
+        step = given_problem.random(last) if rule is Rule.SOFT_SIGN else None
         given_problem.local.run(PHASES[phase], numbers, (1, last), step)
         outcomes.append([torch.cat(sums).cpu(), *given_problem.tensors()])
     for ours, theirs in zip(*outcomes, strict=True):
