@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron01.comm import ErrorPlace
+from megatron01.comm import ErrorPlace, Status
 from megatron01.comm.payload import digest
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
@@ -225,7 +225,7 @@ class Adam(TakesSchedule):
             self._stop_if_given_up()
 
     def _stop_if_given_up(self) -> None:
-        if self._guard.given_up:
+        if self._guard.status() is Status.GIVING_UP:
             raise self._guard.diverged(self.step_count)
 
     def _scaled_norm(self) -> torch.Tensor:

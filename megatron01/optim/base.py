@@ -526,7 +526,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             self._guard.record_deferred(found.norm, called_off=skipped)
         elif not self.is_pending:
             self._guard.record(overflow_here=found.overflow_here, skipped=skipped)
-            if self._is_single and self._guard.given_up:
+            if self._is_single and self._guard.status() is Status.GIVING_UP:
                 self._give_up()
         kind: StepKind = "full" if plan.averages else self._exchange_kind if plan.synchronizes else "local"
         if self._sharded is not None:
@@ -618,8 +618,6 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             overflow_here, skipped = self._unrecorded
             self._unrecorded = None
             self._guard.record(overflow_here=overflow_here, skipped=skipped)
-            if self._is_single and self._guard.given_up:
-                self._give_up()
 
     # Starting while the backward pass runs.
 

@@ -226,20 +226,6 @@ class GradientSource:
         self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
         return overflow_status(self.square_sums[first:last].sum(dtype=torch.float64))
 
-    def _sum_up(
-        self, unsummed: Sequence[tuple[int, int]] | None, packed: list[PackedBlocks] | None = None
-    ) -> torch.Tensor:
-        """fp32[blocks]: sums of squares of all blocks, of ``packed`` if it is given; ``unsummed`` as for ``find``."""
-        if packed is not None:
-            size = self._flat.blocks.block_size
-            self.square_sums = torch.cat([self._kernels.sum_squares(bucket, size) for bucket in packed])
-            return self.square_sums
-        if unsummed is None:
-            self.square_sums = square_sums(self._flat, self._kernels, 0, self._flat.blocks.num_blocks)
-        for first, last in unsummed or ():
-            self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
-        return self.square_sums
-
     def find(
         self, averages: bool, loss_scale: float, unsummed: Sequence[tuple[int, int]] | None, *, may_defer: bool
     ) -> StepGradient:
@@ -252,11 +238,6 @@ class GradientSource:
             may_defer: whether a rank-local norm may be deferred.
         """
         mean, inverse_scale = self.of_all if averages else self.of_node, 1.0 / loss_scale
-        if may_defer and self.may_be_deferred and not averages:
-            deferred = DeferredNorm(
-                add_up(self._sum_up(unsummed)).sqrt(), inverse_scale, self._max_norm, self._ratio.value
-            )
-            return StepGradient(True, deferred.multiplier, deferred)
         status, overflow_here, packed = Status.OK, False, None
         if self._sharded is not None:
             status, inverse_scale = self._sharded.reduce_scatter(loss_scale)
@@ -264,12 +245,23 @@ class GradientSource:
         if mean is not None:
             status, inverse_scale = mean.finish(1.0 / inverse_scale)
             overflow_here, packed = overflow_here or mean.overflow_here, mean.packed
-        sums = self._sum_up(unsummed, packed)
+        if packed is not None:
+            size = self._flat.blocks.block_size
+            self.square_sums = torch.cat([self._kernels.sum_squares(bucket, size) for bucket in packed])
+        elif unsummed is None:
+            self.square_sums = square_sums(self._flat, self._kernels, 0, self._flat.blocks.num_blocks)
+        else:
+            for first, last in unsummed:
+                self.square_sums[first:last] = square_sums(self._flat, self._kernels, first, last)
+        sums = self.square_sums
         if self._not_counted is not None:
             sums = sums.masked_fill(self._not_counted, 0.0)
-        square_sum, of_replicas = float(add_up(sums)), 0.0
-        if averages and mean is not None:
-            of_replicas = mean.square_sum
+        total = add_up(sums)
+        if may_defer and self.may_be_deferred and not averages:
+            deferred = DeferredNorm(total.sqrt(), inverse_scale, self._max_norm, self._ratio.value)
+            return StepGradient(True, deferred.multiplier, deferred)
+        square_sum = float(total)
+        of_replicas = mean.square_sum if averages and mean is not None else 0.0
         if self._partial is not None:
             found = self._partial.ranks.gather([square_sum, status, overflow_here, of_replicas])
             all_sums, statuses, overflows, squares = zip(*found, strict=True)
@@ -393,15 +385,13 @@ class OverflowGuard:
         self._catch_up()
         return self.loss_scaler.scale
 
-    @property
-    def given_up(self) -> bool:
-        """Whether too many steps in a row were skipped."""
-        self._catch_up()
-        return self._skipped_in_a_row >= self._max_skipped_steps
-
     def status(self, own: Status | torch.Tensor = Status.OK) -> Status | torch.Tensor:
-        """Status to send to the other replicas; ``own`` is that of this replica's gradient (fp32[] if a tensor)."""
-        return Status.GIVING_UP if self.given_up else own
+        """Status to send to the other replicas: GIVING_UP if too many steps in a row were skipped, else ``own``.
+
+        ``own`` is that of this replica's gradient (fp32[] if a tensor).
+        """
+        self._catch_up()
+        return Status.GIVING_UP if self._skipped_in_a_row >= self._max_skipped_steps else own
 
     def record(self, *, overflow_here: bool, skipped: bool) -> None:
         """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""
@@ -432,7 +422,7 @@ class OverflowGuard:
         return TrainingDiverged(
             f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
             f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data",
-            is_here=self.given_up,
+            is_here=self.status() is Status.GIVING_UP,
         )
 
     def scalars(self) -> list[float]:
