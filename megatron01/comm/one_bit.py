@@ -23,6 +23,7 @@ replica, their values are equal and nothing is reduced inside, but for gradients
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 
@@ -332,7 +333,7 @@ class OneBitAllReduce(Exchange):
             value, self._worker_error = self._worker_error, value
         else:
             self._new_error, self._worker_error = self._worker_error, self._new_error
-        return [payload.result for payload in self._payloads], value
+        return [*map(attrgetter("result"), self._payloads)], value
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` (fp32[num_elements]) by its 1-bit mean over the replicas, the same bits on each."""

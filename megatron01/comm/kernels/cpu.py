@@ -228,46 +228,53 @@ def _quantize(total, bits, scaled, key_low, key_high, element, active, codes, re
     return np.uint16(0)
 
 
-def _place(buffer, start, stop, scratch):
-    """fp32[stop - start]: a range of a buffer to write to, or ``scratch`` for one of bf16 (as uint16)."""
+def opened(part, scratch):
+    """fp32[n]: ``part`` itself if it is fp32, else ``scratch``, for the n values of ``part`` (uint16: bits of bf16)."""
 
 
-@overload(_place)
-def _typed_place(buffer, start, stop, scratch):
-    if buffer.dtype == types.float32:
-        return lambda buffer, start, stop, scratch: buffer[start:stop]
-    return lambda buffer, start, stop, scratch: scratch
+def read(part, tile):
+    """tile (an opened ``part``) <- the values of ``part``, where they are not the same memory."""
 
 
-def _read(buffer, start, stop, scratch):
-    """fp32[stop - start]: a range of a buffer; bf16 (as uint16) is widened into ``scratch``."""
+def write(tile, part):
+    """part <- tile, rounded to the nearest even bf16; tile <- part, so that what follows uses the values as stored."""
 
 
-@overload(_read)
-def _typed_read(buffer, start, stop, scratch):
-    if buffer.dtype == types.float32:
-        return lambda buffer, start, stop, scratch: buffer[start:stop]
+@overload(opened, inline="always")
+def _typed_opened(part, scratch):
+    if part.dtype == types.float32:
+        return lambda part, scratch: part
+    return lambda part, scratch: scratch[: part.size]
 
-    def widen(buffer, start, stop, scratch):
-        for i in range(stop - start):
-            scratch[i] = _from_bf16(buffer[start + i])
-        return scratch
+
+@overload(read, inline="always")
+def _typed_read(part, tile):
+    if part.dtype == types.float32:
+        return lambda part, tile: None
+
+    def widen(part, tile):
+        bits = tile.view(np.uint32)
+        for i in range(part.size):
+            bits[i] = np.uint32(part[i]) << np.uint32(16)
 
     return widen
 
 
-def _write(values, buffer, start, stop):
-    """Store what ``_place`` or ``_read`` gave: as bf16 to nearest even; a NaN stays one."""
+@overload(write, inline="always")
+def _typed_write(tile, part):
+    if part.dtype == types.float32:
+        return lambda tile, part: None
 
-
-@overload(_write)
-def _typed_write(values, buffer, start, stop):
-    if buffer.dtype == types.float32:
-        return lambda values, buffer, start, stop: None
-
-    def narrow(values, buffer, start, stop):
-        for i in range(stop - start):
-            buffer[start + i] = _to_bf16(values[i])
+    def narrow(tile, part):
+        bits = tile.view(np.uint32)
+        for i in range(part.size):
+            value = bits[i]
+            rounded = value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))
+            # a mask in place of a branch, so that the loop becomes vector instructions
+            nan = np.uint32(0) - np.uint32(tile[i] != tile[i])
+            bits[i] = (rounded & ~nan | np.uint32(0x7FC00000) & nan) & np.uint32(0xFFFF0000)
+        for i in range(part.size):
+            part[i] = np.uint16(bits[i] >> np.uint32(16))
 
     return narrow
 
@@ -287,11 +294,14 @@ def _compress(
         row, index = divmod(block - first_block, row_blocks)
         start, stop = block * size, (block + 1) * size
         mask = active[block * masks : (block + 1) * masks]
-        _add(_read(value, start, stop, residual), _read(error, start, stop, other), mask, total)
+        given, before = opened(value[start:stop], residual), opened(error[start:stop], other)
+        read(value[start:stop], given)
+        read(error[start:stop], before)
+        _add(given, before, mask, total)
         codes = rows[row, codes_at + index * words : codes_at + (index + 1) * words]
-        own = _place(new_error, start, stop, residual)
+        own = opened(new_error[start:stop], residual)
         scale = _quantize(total, bits, scaled, key_low, key_high, start, mask, codes, own, other)
-        _write(own, new_error, start, stop)
+        write(own, new_error[start:stop])
         if scaled:
             scales[row, _FIRST_SCALE + index] = scale
 
@@ -325,11 +335,13 @@ def _reduce(first, last, rows, codes_at, first_block, bits, scaled, error, activ
         for i in range(size):
             total[i] = total[i] / count
         mask = active[(first_block + block) * masks : (first_block + block + 1) * masks]
-        own = _read(error, block * size, (block + 1) * size, residual)
+        part = error[block * size : (block + 1) * size]
+        own = opened(part, residual)
+        read(part, own)
         _add(total, own, mask, mean)
         element = (first_block + block) * size
         scale = _quantize(mean, bits, scaled, key_low, key_high, element, mask, out[at : at + words], own, total)
-        _write(own, error, block * size, (block + 1) * size)
+        write(own, part)
         if scaled:
             out_scales[_FIRST_SCALE + block] = scale
 

@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from megatron01.comm.kernels.cpu import BlockWorkers, as_array, decode
+from megatron01.comm.kernels.cpu import BlockWorkers, as_array, decode, opened, read, write
 from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 from megatron01.utils.compilation import compiled
@@ -28,64 +28,6 @@ _UNIT = 1 << 10
 
 _NOTHING = np.zeros(0, np.float32)
 """In place of a buffer whose values are packed."""
-
-
-def _open(part, scratch):
-    """fp32[n]: ``part`` itself if it is fp32, else ``scratch``, for the n values of ``part`` (uint16: bits of bf16)."""
-    raise NotImplementedError
-
-
-def _read(part, tile):
-    """tile (an opened ``part``) <- the values of ``part``, where they are not the same memory."""
-    raise NotImplementedError
-
-
-def _write(tile, part):
-    """part <- tile, rounded to the nearest even bf16; tile <- part, so that what follows uses the values as stored."""
-    raise NotImplementedError
-
-
-def _is_wide(array):
-    return array.dtype == types.float32
-
-
-@overload(_open, inline="always")
-def _compile_open(part, scratch):
-    if _is_wide(part):
-        return lambda part, scratch: part
-    return lambda part, scratch: scratch[: part.size]
-
-
-@overload(_read, inline="always")
-def _compile_read(part, tile):
-    if _is_wide(part):
-        return lambda part, tile: None
-
-    def widen(part, tile):
-        bits = tile.view(np.uint32)
-        for i in range(part.size):
-            bits[i] = np.uint32(part[i]) << np.uint32(16)
-
-    return widen
-
-
-@overload(_write, inline="always")
-def _compile_write(tile, part):
-    if _is_wide(part):
-        return lambda tile, part: None
-
-    def narrow(tile, part):
-        bits = tile.view(np.uint32)
-        for i in range(part.size):
-            value = bits[i]
-            rounded = value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))
-            # a mask in place of a branch, so that the loop becomes vector instructions
-            nan = np.uint32(0) - np.uint32(tile[i] != tile[i])
-            bits[i] = (rounded & ~nan | np.uint32(0x7FC00000) & nan) & np.uint32(0xFFFF0000)
-        for i in range(part.size):
-            part[i] = np.uint16(bits[i] >> np.uint32(16))
-
-    return narrow
 
 
 def _values(buffer, packed, start, end, scratch):
@@ -109,13 +51,13 @@ def _compile_values(buffer, packed, start, end, scratch):
             decode(block, last, block, scratch, rows, active, row_blocks, codes_at, first_block, bits, scaled, size)
         return scratch[start % size : start % size + end - start]
 
-    def read(buffer, packed, start, end, scratch):
+    def plain(buffer, packed, start, end, scratch):
         part = buffer[start:end]
-        tile = _open(part, scratch)
-        _read(part, tile)
+        tile = opened(part, scratch)
+        read(part, tile)
         return tile
 
-    return read if isinstance(packed, types.NoneType) else decoded
+    return plain if isinstance(packed, types.NoneType) else decoded
 
 
 @overload(_scratch_size, inline="always")
@@ -172,41 +114,41 @@ def _update(
         end = min(start + tile, stop)
         xt, vp, mp, up, wp = x[start:end], v[start:end], m[start:end], u[start:end], weights[start:end]
         size = xt.size
-        vt, mt, wt = _open(vp, scratch[0]), _open(mp, scratch[1]), _open(wp, scratch[2])
+        vt, mt, wt = opened(vp, scratch[0]), opened(mp, scratch[1]), opened(wp, scratch[2])
         # where x absorbs u at once, u need not be written
         keep_accumulated = not has_step and not (fresh and synchronize)
         if has_step:
             ut = _values(step, packed_step, start, end, steps)
         elif keep_accumulated:
-            ut = _open(up, scratch[3])
+            ut = opened(up, scratch[3])
         else:
             ut = scratch[3, :size]
         if fresh and not has_step:
             for i in range(size):
                 ut[i] = zero
         elif not has_step:
-            _read(up, ut)
+            read(up, ut)
         if refresh or (adaptive and write_weights):
-            _read(vp, vt)
+            read(vp, vt)
         if has_gradient:
             gt = _values(g, packed_g, start, end, gradients)
-            _read(mp, mt)
+            read(mp, mt)
             if refresh:
                 for i in range(size):
                     scaled = gt[i] * multiplier
                     vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled * scaled)
-                _write(vt, vp)
+                write(vt, vp)
             if keep_momentum:
                 for i in range(size):
                     momentum = beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier)
                     mt[i] = momentum
                     ut[i] = ut[i] + weight * momentum
-                _write(mt, mp)
+                write(mt, mp)
             else:
                 for i in range(size):
                     ut[i] = kept * ut[i] + weight * (beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier))
         if keep_accumulated:
-            _write(ut, up)
+            write(ut, up)
         if write_weights:
             if adaptive:
                 for i in range(size):
@@ -221,8 +163,8 @@ def _update(
                 for i in range(size):
                     xt[i] = wt[i]
                     mt[i] = ut[i] / divisor
-                _write(mt, mp)
-            _write(wt, wp)
+                write(mt, mp)
+            write(wt, wp)
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -258,7 +200,7 @@ def _update_soft_sign(
     for start in range(first * unit, stop, _TILE):
         end = min(start + _TILE, stop)
         wp = weights[start:end]
-        wt = _open(wp, scratch)
+        wt = opened(wp, scratch)
         gt = _values(g, packed_g, start, end, gradients)
         st = _values(step, packed_step, start, end, steps)
         for k in range(wp.size):
@@ -280,7 +222,7 @@ def _update_soft_sign(
         if write_weights:
             for k in range(wp.size):
                 wt[k] = x[start + k]
-            _write(wt, wp)
+            write(wt, wp)
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -331,7 +273,10 @@ class CPUKernels:
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         n, (x, v, m, u, weights, gradients, step) = numbers, slices
-        unit = max(_UNIT, *(one.packed.format.block_size if isinstance(one, PackedBlocks) else 0 for one in slices))
+        unit = _UNIT
+        for one in (gradients, step):
+            if isinstance(one, PackedBlocks):
+                unit = max(unit, one.packed.format.block_size)  # powers of two
         if torch.float16 in (weights.dtype, None if gradients is None else gradients.dtype):
             length = max(self.range_elements, unit)
             for first in range(0, x.numel(), length):
