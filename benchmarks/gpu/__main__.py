@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -56,10 +57,14 @@ def main() -> None:
     chosen = [part for part in PARTS if not arguments.part or part.name in arguments.part]
     together, alone = ([part for part in chosen if part.alone is value] for value in (False, True))
 
-    def measured(part: Part) -> tuple[Part, dict[str, Any]]:
-        return part, run(part, end - time.monotonic(), tiny=arguments.tiny)
+    stopped = threading.Event()
 
-    with ThreadPoolExecutor(len(together) or 1) as pool:
+    def measured(part: Part) -> tuple[Part, dict[str, Any]]:
+        return part, run(part, end - time.monotonic(), tiny=arguments.tiny, stopped=stopped)
+
+    # left by Ctrl-C, it stops the parts that run side by side before it waits for them
+    with ThreadPoolExecutor(len(together) or 1) as pool, contextlib.ExitStack() as leaving:
+        leaving.callback(stopped.set)
         side_by_side = (task.result() for task in as_completed(pool.submit(measured, part) for part in together))
         for part, record in itertools.chain(side_by_side, map(measured, alone)):
             records[part.name] = record | {"commit": result["commit"]}
@@ -72,10 +77,12 @@ def main() -> None:
         raise SystemExit(1)
 
 
-def run(part: Part, left: float, *, tiny: bool) -> dict[str, Any]:
+def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event) -> dict[str, Any]:
     """Run a part; returns its ``status`` in words, its ``seconds`` and its ``findings`` so far.
 
-    ``left``: seconds left for all parts.
+    Args:
+        left: seconds left for all parts.
+        stopped: ends the part when it is set.
     """
     if left <= 0:
         return {"status": "not begun: the time for all parts was over", "seconds": 0.0, "findings": {}}
@@ -92,11 +99,16 @@ def run(part: Part, left: float, *, tiny: bool) -> dict[str, Any]:
                 command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
             try:
-                status = _status(process.wait(min(own, left)))
-            except subprocess.TimeoutExpired:
-                status = f"ran out of its time of {own:.0f} s"
-                if left < own:
+                while process.poll() is None and time.monotonic() < start + min(own, left) and not stopped.wait(0.1):
+                    pass
+                if process.returncode is not None:
+                    status = _status(process.returncode)
+                elif stopped.is_set():
+                    status = "stopped"
+                elif left < own:
                     status = f"cut off after {left:.0f} s: the time for all parts was over"
+                else:
+                    status = f"ran out of its time of {own:.0f} s"
             finally:
                 _end(process)
         findings = json.loads(record.read_text()) if record.exists() else {}

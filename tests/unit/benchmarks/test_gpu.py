@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import run
+from benchmarks.gpu import __main__ as program
 from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event | None = None) -> dict[str, Any]:
+    return program.run(part, left, tiny=tiny, stopped=stopped or threading.Event())
 
 
 def part(function: str, seconds: float = 100.0, **arguments: Any) -> Part:
@@ -41,6 +46,12 @@ def test_a_part_that_hangs_is_ended_and_one_that_fails_goes_on() -> None:
     assert record["status"] == "1 failed, 1 not as it should be"
     assert record["findings"]["memory"] == {"failed": "out of memory: tried to allocate much"}
     assert record["findings"]["number"]["value"] == 1
+
+
+def test_a_part_ends_when_it_is_stopped() -> None:
+    stopped = threading.Event()
+    threading.Timer(0.3, stopped.set).start()
+    assert run(part("hanging", 1000.0), 1000.0, tiny=True, stopped=stopped)["status"] == "stopped"
 
 
 def test_a_part_for_which_no_time_is_left_is_not_begun() -> None:
