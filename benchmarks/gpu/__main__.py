@@ -31,6 +31,7 @@ from benchmarks.gpu.parts import PARTS, Part
 
 ROOT = Path(__file__).resolve().parents[2]
 _TINY_PATIENCE = 5  # factor on the time limit of a part, for machines of any speed
+_GRACE_SECONDS = 10.0
 _ALL_RIGHT = ("done", "not begun", "cut off")
 
 
@@ -129,8 +130,14 @@ def _status(code: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process of a part and its children."""
+    """End the process of a part and its children; a launcher among them first gets the time to end its ranks."""
     with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        patience = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < patience:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
