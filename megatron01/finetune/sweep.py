@@ -44,7 +44,8 @@ def array_part(environment: Mapping[str, str]) -> tuple[int, int]:
     """
     prefix = "SLURM_ARRAY_TASK_"
     defaults = {f"{prefix}ID": "0", f"{prefix}COUNT": "1", f"{prefix}MIN": "0", f"{prefix}STEP": "1"}
-    number, count, first, step = (environment_number(defaults | dict(environment), name, name) for name in defaults)
+    given = {name: environment.get(name, default) for name, default in defaults.items()}
+    number, count, first, step = (environment_number(given, name, name) for name in given)
     index = (number - first) // step
     if not 0 <= index < count:
         raise UserError(

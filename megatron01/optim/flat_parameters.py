@@ -369,15 +369,10 @@ class FlatParameters:
             weights = torch.zeros((last - first) * size, dtype=dtype, device=self.device)
             # torch's own way to accumulate in fp32 (grad_dtype); it is None where any type will do
             is_wide = any(getattr(self.tensors[index], "grad_dtype", dtype) is torch.float32 for index in own)
-            starts, ends = (
-                (self.first_block[part] - first) * size for part in (own, slice(own.start + 1, own.stop + 1))
-            )
-            filled = starts + [self.tensors[index].numel() for index in own]
-            padding = np.concatenate(list(map(np.arange, filled, ends)))
-            gradient_dtype = torch.float32 if is_wide else dtype
-            self._buffers.append(
-                _Buffers(first, last, weights, gradient_dtype, torch.from_numpy(padding).to(self.device))
-            )
+            edges = (self.first_block[own.start : own.stop + 1] - first) * size
+            filled = edges[:-1] + [self.tensors[index].numel() for index in own]
+            padding = torch.from_numpy(np.concatenate(list(map(np.arange, filled, edges[1:])))).to(self.device)
+            self._buffers.append(_Buffers(first, last, weights, torch.float32 if is_wide else dtype, padding))
             self._buffers_of += [self._buffers[-1]] * len(own)
             for index in own:
                 tensor = self.parameters[index].tensor
@@ -413,10 +408,12 @@ class FlatParameters:
         Raises:
             UserError: if a gradient is sparse, or of another shape, device, or a type that is none of ``DTYPES``.
         """
-        indices = range(len(self.parameters)) if blocks is None else self.parameters_in(blocks)
+        indices = parameters
+        if indices is None:
+            indices = range(len(self.parameters)) if blocks is None else self.parameters_in(blocks)
         numbers: list[int] = []
         gradients: list[Tensor] = []
-        for index in indices if parameters is None else parameters:
+        for index in indices:
             if index in self._gathered:
                 continue
             parameter, view = self.parameters[index], self._gradient_views[index]
