@@ -80,7 +80,7 @@ class Exchange(ABC):
             and ``value``, where that holds the mean.
 
         Raises:
-            DamagedPayload: if a result is damaged; the errors have not been swapped.
+            DamagedPayload: if a result is damaged and checks are not late; the errors have not been swapped.
         """
 
     @abstractmethod

@@ -110,6 +110,8 @@ class OneBitAllReduce(Exchange):
         dtype: fp32 or bf16: of the errors and the node's mean, and in a flat exchange of ``value``.
         of_processes: the processes of a node have different values even where a node is a replica.
         counted: bool[blocks], those that enter ``square_sum`` where a node is a replica; None for all.
+        checks_late: the host reads the checksums of results with the next exchange's headers, or by the topology's
+            ``read_checks``, so that an exchange has one host sync.
 
     Attributes:
         worker_ranges: (first, last + 1) blocks that this process sends to the servers, in the order in which they lie
@@ -130,8 +132,10 @@ class OneBitAllReduce(Exchange):
         dtype: torch.dtype = torch.float32,
         of_processes: bool = False,
         counted: torch.Tensor | None = None,
+        checks_late: bool = False,
     ) -> None:
         super().__init__(layout.block_size)
+        self._checks_late = checks_late
         topology = topology if isinstance(topology, Topology) else Topology.flat(topology)
         self._local, self._servers = topology.local, topology.across or topology.world
         self._num_local = 1 if self._local is None else self._local.size  # processes that share a bucket
@@ -328,7 +332,8 @@ class OneBitAllReduce(Exchange):
             payload.work = Done()  # a finished collective may hold memory
         for rows in arriving:
             self._sealing.check(rows)
-        read_checked([], *self._transports)
+        if not self._checks_late:
+            read_checked([], *self._transports)
         if self._local is None:
             value, self._worker_error = self._worker_error, value
         else:

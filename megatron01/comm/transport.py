@@ -69,7 +69,7 @@ class Transport(ABC):
 
     Every rank of a transport calls the same collectives in the same order. Each must be waited for. Rows begin with a
     header (``megatron01.comm.payload``) that has their checksum. After the wait, the caller passes received rows to
-    ``check``, and calls ``read_checked`` before it keeps any result of them.
+    ``check``, and calls ``read_checked`` before any result of them leaves the process.
 
     Args:
         rank: this replica's number.
@@ -323,6 +323,10 @@ class Topology:
                 num_bytes += transport.bytes_sent
                 rounds += transport.rounds
         return Sent(num_bytes, between + (0 if self.across is None else self.across.bytes_sent), rounds)
+
+    def read_checks(self) -> None:
+        """Raises DamagedPayload if rows that were checked and not read yet are not what their senders sent."""
+        read_checked([], *filter(None, (self.world, self.local, self.across)))
 
     def reset_counters(self) -> None:
         """Reset the counters, so that start-up does not count."""

@@ -260,6 +260,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
         def compressed(quantizer: Quantizer, active: Tensor, **options: Any) -> OneBitAllReduce:
             options |= {"dtype": state_dtype, "counted": on_device, "agree": agree, **shared}
+            options["checks_late"] = self._kernels.runs_behind
             return OneBitAllReduce(flat.blocks, topology, active=active, quantizer=quantizer, **options)
 
         of_all: GradientMean | None = None
@@ -584,7 +585,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._sent = Sent(*map(operator.add, self._sent, sent))
 
     def finish_delayed(self) -> None:
-        """Finish a delayed exchange, so that the state can be read. Collective.
+        """Finish a delayed exchange and read late checks, so that the state can be read. Collective.
 
         The model's weights and the loss scale stay as they are until the next step, so reading the state changes no bit
         of what follows.
@@ -598,6 +599,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             with self._whole.restoring_weights(), safety.warns_of_absent_replicas():
                 self._receive_delayed()
             self._weights_are_ahead = True
+        self._topology.read_checks()
 
     def _receive_delayed(self) -> None:
         """Receive the result of a delayed exchange, if any; ``_apply_delayed`` then uses it."""

@@ -43,8 +43,13 @@ def state_of(optimizer: ZeroOneAdam) -> dict[str, torch.Tensor]:
     return state | {name: error for name, error in errors.items() if name.endswith("error")}
 
 
-def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dict[str, Any]:
-    """The result of a step in which collective ``number`` of rank 1 receives a damaged row."""
+def damaged_step(
+    rank: int, size: int, kind: str, number: int, wire: Any, backend: str = "auto", after: Any = None
+) -> dict[str, Any]:
+    """The result of a step in which collective ``number`` of rank 1 receives a damaged row.
+
+    ``after``: called with the optimizer after it, if it raises nothing.
+    """
     topology = Topology.flat() if size == 2 else two_nodes(size)
     parameter = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 4096))
     optimizer = ZeroOneAdam(
@@ -56,6 +61,7 @@ def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dic
         block_size=64,
         bucket_elements=1024,
         gradient_wire_dtype=wire,
+        backend=backend,
     )
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS[kind]):
@@ -77,6 +83,9 @@ def damaged_step(rank: int, size: int, kind: str, number: int, wire: Any) -> dic
         message = None
         try:
             optimizer.step()
+            if after is not None:
+                message = "not yet"
+                after(optimizer)
         except DamagedPayload as error:
             message = str(error)
         except RuntimeError:
@@ -98,6 +107,22 @@ def test_nothing_changes_where_a_damaged_payload_arrives(kind: str, wire: Any, n
     assert second["changed"] <= SERVER if number == 6 else not second["changed"]
     if number == 2 and wire == "4bit":  # the server sends nothing more, so the other stops too
         assert first["message"] == "lost" and first["changed"] <= SERVER
+
+
+def another_step(optimizer: ZeroOneAdam) -> None:
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4096)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("after", [id, another_step, ZeroOneAdam.state_dict, ZeroOneAdam.master_parameters])
+def test_where_the_host_runs_ahead_results_are_checked_with_the_next_exchange_and_before_state_is_read(
+    after: Any,
+) -> None:
+    _, second = run_ranks(damaged_step, 2, "one_bit", 6, "4bit", "reference", after, timeout=40.0)
+    if after is id:
+        assert second["message"] == "not yet"
+    else:
+        assert "replica 1 received from replicas [1]" in second["message"] and "checksum" in second["message"]
 
 
 PASSED_ON = [("one_bit", 10, "4bit"), ("full", 5, torch.bfloat16)]
