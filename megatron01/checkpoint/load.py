@@ -178,7 +178,7 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
                 manifest.write_tracker(folder, iteration)
                 for newer in manifest.iterations(folder):
                     if newer > iteration:
-                        manifest.remove(manifest.iteration_folder(folder, newer))
+                        manifest.remove_checkpoint(folder, newer)
             except OSError as error:
                 raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
     return iteration

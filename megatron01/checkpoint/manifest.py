@@ -90,7 +90,8 @@ def incomplete_folder(folder: Path, iteration: int) -> Path:
 
 def left_overs(folder: Path) -> list[Path]:
     """Folders that interrupted saves and deletions have left in ``folder``."""
-    return [path for kind in ("incomplete", "removed") for path in folder.glob(f"iter_*.{kind}")]
+    found = [path for kind in ("incomplete", "removed", "replaced") for path in folder.glob(f"iter_*.{kind}")]
+    return [path for path in found if path.suffix != ".replaced" or path.with_suffix("").exists()]
 
 
 def remove(path: Path) -> None:
@@ -114,6 +115,13 @@ def remove(path: Path) -> None:
             path.unlink()
     except OSError as error:
         logger.warning("%s cannot be deleted (%s); the next save tries again", path, error.strerror)
+
+
+def remove_checkpoint(folder: Path, iteration: int) -> None:
+    """Delete the checkpoint of one iteration, and an older one that it has replaced, as ``remove``."""
+    final = iteration_folder(folder, iteration)
+    for path in (_replaced_folder(final), final):
+        remove(path)
 
 
 def iterations(folder: Path) -> list[int]:

@@ -52,7 +52,7 @@ def delete_outdated(folder: Path, newest: int, keep_last: int | None, keep_every
     """Delete the ``outdated`` checkpoints in ``folder``; what cannot be deleted is logged and kept."""
     for iteration in outdated(manifest.iterations(folder), newest, keep_last, keep_every):
         try:
-            manifest.remove(manifest.iteration_folder(folder, iteration))
+            manifest.remove_checkpoint(folder, iteration)
         except OSError as error:
             logger.warning("checkpoint %d in %s cannot be deleted: %s", iteration, folder, error.strerror)
 

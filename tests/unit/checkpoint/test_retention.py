@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.checkpoint import save
+from megatron01.checkpoint import manifest, save
+from megatron01.checkpoint.load import roll_back
 from megatron01.checkpoint.manifest import iteration_folder, iterations, left_overs, remove
+from tests.unit.checkpoint import saved
 
 
 @pytest.mark.parametrize(
@@ -68,3 +70,38 @@ def test_an_interrupted_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         remove(iteration_folder(tmp_path, 10))
     assert iterations(tmp_path) == [] and [path.suffix for path in left_overs(tmp_path)] == [".removed"]
+
+
+@pytest.fixture
+def replaced(tmp_path, group, monkeypatch):
+    """A folder with the checkpoints 10, 20 and 30, of which 20 was saved twice; the process died before it deleted the
+    older one."""
+    for iteration in (10, 20, 30):
+        saved.save(tmp_path, iteration, group)
+    with monkeypatch.context() as patched:
+        patched.setattr(manifest, "remove", lambda path: None)
+        saved.save(tmp_path, 20, group)
+    manifest.write_tracker(tmp_path, 30)
+    return tmp_path
+
+
+def test_a_deleted_checkpoint_does_not_come_back_as_the_one_that_it_replaced(replaced):
+    save.delete_outdated(replaced, 30, 1)
+    assert iterations(replaced) == [30]
+
+
+def test_nor_after_a_roll_back(replaced, group):
+    assert roll_back(replaced, 10, group) == 10
+    assert iterations(replaced) == [10]
+
+
+def test_a_checkpoint_whose_replacement_was_interrupted_is_outdated_like_others(replaced):
+    remove(iteration_folder(replaced, 20))
+    save.delete_outdated(replaced, 30, 1)
+    assert iterations(replaced) == [30]
+
+
+def test_the_next_save_deletes_what_an_interrupted_one_has_replaced(replaced, group):
+    saved.save(replaced, 40, group)
+    assert [path.name for path in replaced.iterdir() if path.suffix == ".replaced"] == []
+    assert iterations(replaced) == [40, 30, 20, 10]
