@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron01.errors import UserError
-from megatron01.utils.files import open_to_change, temporary_path, text_or_empty
+from megatron01.utils.files import open_to_change, temporary_path, text_or_empty, writing
 from megatron01.utils.formatting import one_line
 
 OWNER_NAME = "owner.json"
@@ -59,7 +59,7 @@ class FolderOwner:
 
     def require(self) -> None:
         """Raises UserError if another process has taken the folder over; a deleted folder is claimed again."""
-        with self._lock:
+        with self._lock, writing(self.path):
             lost = self._reason_lost()
             if lost is None:
                 return

@@ -148,3 +148,19 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="file cannot be written"):
         own(tmp_path / "file")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_folder_that_cannot_be_looked_at_for_a_while_is_an_error_of_one_line(tmp_path, monkeypatch, number):
+    """As where a Kerberos ticket has expired, or a file server does not answer: a save fails, and the next may not."""
+    owner = own(tmp_path)
+
+    def stat(path: Path, **_: object) -> os.stat_result:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", stat)
+        with pytest.raises(UserError, match=f"{OWNER_NAME} cannot be written: {os.strerror(number)}"):
+            owner.require()
+    owner.require()
+    owner.release()
