@@ -27,7 +27,7 @@ import torch.distributed as dist
 import megatron01
 from megatron01.errors import FaultError, UserError
 from megatron01.parallel.launch import LaunchEnvironment
-from megatron01.parallel.process_groups import ReplicaGroup, failing_together, format_ranks
+from megatron01.parallel.process_groups import ReplicaGroup, call_in_thread, failing_together, format_ranks
 from megatron01.utils.formatting import format_duration, one_line
 
 _GRACE = datetime.timedelta(seconds=15)
@@ -116,19 +116,24 @@ def decided_by_rank_0(
     rank, ranks = environment.rank, range(environment.world_size)
     store.set(f"{name}/{rank}", json.dumps(own))
     if rank != 0:
-        store.wait([f"{name}/decision"], timeout + _GRACE)
+        _wait(store, [f"{name}/decision"], timeout + _GRACE)
         decision = store.get(f"{name}/decision")
         store.set(f"{name}/read_by/{rank}", "")
         return json.loads(decision)
     with suppress(dist.DistStoreError):
-        store.wait([f"{name}/{rank}" for rank in ranks], timeout)
+        _wait(store, [f"{name}/{rank}" for rank in ranks], timeout)
     present = [rank for rank in ranks if store.check([f"{name}/{rank}"])]
     text = json.dumps(decide({rank: json.loads(store.get(f"{name}/{rank}")) for rank in present}))
     store.set(f"{name}/decision", text)
     # rank 0 may serve the store: all must have read the decision before it exits with an error
     with suppress(dist.DistStoreError):
-        store.wait([f"{name}/read_by/{rank}" for rank in present[1:]], _GRACE)
+        _wait(store, [f"{name}/read_by/{rank}" for rank in present[1:]], _GRACE)
     return json.loads(text)
+
+
+def _wait(store: dist.Store, keys: list[str], timeout: datetime.timedelta) -> None:
+    """Wait for keys in a thread: in the main one, Ctrl-C would have no effect before the time-out."""
+    call_in_thread(lambda: store.wait(keys, timeout)).result()
 
 
 def each_has_own_gpu(gpus: Sequence[str]) -> bool:
@@ -236,9 +241,11 @@ def _tcp_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
                 " name or address of rank 0's machine",
                 scope="node",
             ) from None
-    store = dist.TCPStore(
-        host, port, environment.world_size, is_master=is_first, wait_for_workers=False, timeout=timeout
-    )
+    store = call_in_thread(  # as ``_wait``
+        lambda: dist.TCPStore(
+            host, port, environment.world_size, is_master=is_first, wait_for_workers=False, timeout=timeout
+        )
+    ).result()
     if over_mpi and is_first:
         communicator.bcast((host, store.port), root=0)
     return store

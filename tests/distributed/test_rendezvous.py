@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,34 @@ def test_nodes_from_which_nobody_comes_are_named() -> None:
 def test_a_first_process_that_does_not_come_is_said_by_each() -> None:
     answers = run_ranks(missing, 4, [0, 2, 3], default_group=False)
     assert f"{socket.gethostname()} gets no answer from there" in answers[1][0] and answers[1][1] == EXIT_FAULT
+
+
+ALONE = """
+import os, signal, sys, threading
+from megatron01.config import DistributedConfig
+from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.parallel.program import run_as_program
+
+environment = LaunchEnvironment(rank=int(sys.argv[1]), world_size=2, master_port=int(sys.argv[2]))
+signal.signal(signal.SIGINT, signal.default_int_handler)  # some shells' background processes ignore it
+threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+def main():
+    with initialize(environment, DistributedConfig()):
+        pass
+
+run_as_program(main)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ctrl_c_ends_the_wait_for_the_others(rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", ALONE, str(rank), str(port)]
+    finished = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 130 and "Traceback" not in finished.stderr
 
 
 @pytest.mark.parametrize(
