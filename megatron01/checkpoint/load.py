@@ -165,6 +165,7 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
     """
     with failing_together(group, "looking for a checkpoint"):
         candidates = [saved for saved in manifest.iterations(folder) if saved <= latest]
+    candidates = group.gather(candidates)[0]  # a network file system may list others elsewhere for a while
     iteration, damages = _newest_intact(folder, candidates, group)
     if iteration is None:
         found = damages[-1] if damages else "none is that old"

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron01.checkpoint.load import choose_start, load_checkpoint
+from megatron01.checkpoint import manifest
+from megatron01.checkpoint.load import choose_start, load_checkpoint, roll_back
 from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder, open_checkpoint, read_tracker
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.errors import UserError
@@ -183,3 +184,17 @@ def corrupt_and_choose(rank, world_size, folder):
 def test_overwritten_content_is_one_line_on_every_rank(tmp_path):
     for found in run_ranks(corrupt_and_choose, 2, str(tmp_path)):
         assert "rank_00001.safetensors is damaged" in found and "\n" not in found, found
+
+
+def roll_back_on_a_slow_file_system(rank, world_size, folder):
+    """The machine of rank 1 does not list the newest checkpoint yet."""
+    with group_of(world_size) as group:
+        for iteration in (3, 6, 12):
+            save(folder, rank, world_size, iteration, group)
+        if rank == 1:
+            manifest.iterations = lambda folder: [3]
+        return roll_back(Path(folder), 9, group)
+
+
+def test_all_ranks_roll_back_to_the_same_checkpoint_whatever_their_file_systems_list(tmp_path):
+    assert run_ranks(roll_back_on_a_slow_file_system, 2, str(tmp_path)) == [6, 6]
