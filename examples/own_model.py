@@ -19,7 +19,6 @@ from torch.nn import functional
 from megatron01.config import GPTDataConfig, ModelConfig, PretrainConfig
 from megatron01.config.command_line import parse
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_gpt_datasets
-from megatron01.data.datasets import SampleDataset
 from megatron01.errors import require
 from megatron01.parallel.program import run_as_program
 from megatron01.training import pretrain
@@ -77,9 +76,7 @@ class RecurrentLanguageModel(nn.Module):
         return (losses * weights).sum() / weights.sum().clamp(min=1)
 
 
-def build_datasets(
-    config: RecurrentPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts
-) -> Splits[SampleDataset]:
+def build_datasets(config: RecurrentPretrainConfig, tokenizer: Tokenizer, counts: SampleCounts) -> Splits:
     """Packed documents for training, validation and test."""
     return build_gpt_datasets(config.data, tokenizer, counts, config.training.seed)
 

@@ -45,6 +45,11 @@ def _read_batch(source: SampleSource, segments: NDArray[np.int64], size: int, st
         if isinstance(source, SampleDataset):
             return source.collate(source.batch(indices))
         samples = [source[index] for index in indices.tolist()]
+        if not isinstance(samples[0], Mapping):
+            raise UserError(
+                f"{type(source).__name__}[{indices[0]}] is a {type(samples[0]).__name__}; expected a dict of arrays or"
+                " tensors by name, from which batches are stacked"
+            )
         return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
     except Exception as error:  # any: a dataset may be the user's own
         where = f"samples {indices[0]} to {indices[-1]}"

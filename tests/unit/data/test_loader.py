@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,6 +156,20 @@ def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exce
         next(batches)
     del loader, batches
     assert set(multiprocessing.active_children()) == before  # workers end at once, not with a collection of garbage
+
+
+@pytest.mark.parametrize("sample", [torch.arange(4), (torch.arange(4), torch.arange(4)), np.arange(4), [0, 1]])
+def test_samples_that_are_no_dictionaries(sample: object) -> None:
+    class Bare:
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return sample
+
+    loader = BatchLoader(Bare(), consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=0)
+    with pytest.raises(UserError, match=rf"^samples 0 to 1: Bare\[0\] is a {type(sample).__name__}; expected a dict"):
+        next(iter(loader))
 
 
 def test_killed_worker() -> None:
