@@ -75,8 +75,8 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
         tempfile.TemporaryFile(dir=folder).close()
     texts = _Texts(config)
     if kind in ("BertWordPieceLowerCase", "BertWordPieceCase"):
-        if "-" in config.input:
-            raise UserError("the text for WordPiece is read twice, which standard input cannot be; write it to a file")
+        if any(path == "-" or Path(path).is_fifo() for path in config.input):
+            raise UserError("the text for WordPiece is read twice, which a pipe cannot be; write it to a file")
         lower_case = kind == "BertWordPieceLowerCase"
         contents = [train_wordpiece(texts.read, size, config.alphabet_size, lower_case=lower_case)]
     elif kind == "GPT2BPETokenizer":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -147,6 +148,13 @@ def test_a_vocabulary_is_never_replaced(corpus: Path) -> None:
     with pytest.raises(UserError, match=r"made-merges\.txt exists"):
         train_tokenizer(config(corpus, "GPT2BPETokenizer"))
     assert files[1].read_bytes() == before and not files[0].exists()
+
+
+def test_a_pipe_cannot_be_read_twice(corpus: Path) -> None:
+    pipe = corpus.with_name("pipe.jsonl")
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="read twice"):
+        train_tokenizer(replace(config(corpus, "BertWordPieceCase"), input=(str(pipe),)))
 
 
 @pytest.mark.parametrize(
