@@ -18,7 +18,7 @@ from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.cross_entropy import cross_entropy
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.files import json_object
+from megatron01.utils.files import checked_text, json_object
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -152,9 +152,9 @@ def read_documents(data: str, *, by_line: bool = False) -> list[str]:
         if line.strip():
             place = f"{data} line {number}"
             document = json_object(line, place, expected="an object with the key 'text' in each line").get("text")
-            if not isinstance(document, str):
+            if document is None:
                 raise UserError(f"{place} has no text under the key 'text'")
-            documents.append(document)
+            documents.append(checked_text(document, "'text'", place))
     return documents
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from megatron01.config.commands import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
 from megatron01.errors import UserError, import_optional
 from megatron01.finetune.bench import FineTuneBench, evaluate
-from megatron01.finetune.pretrained import Encoded, Pretrained, checked_text
+from megatron01.finetune.pretrained import Encoded, Pretrained
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn, write_file
 from megatron01.finetune.sweep import Sweep, devices_for
-from megatron01.utils.files import json_object
+from megatron01.utils.files import checked_text, json_object
 from megatron01.utils.formatting import one_line
 
 

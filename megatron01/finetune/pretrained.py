@@ -102,20 +102,6 @@ class TextEncoder:
         return batch
 
 
-def checked_text(value: Any, what: str, place: str) -> str:
-    """``value``, if it is text that a tokenizer can encode; ``what`` and ``place`` are for the message.
-
-    Raises UserError if it is not text, or holds half of a surrogate pair, which cannot be encoded.
-    """
-    if not isinstance(value, str):
-        raise UserError(f"{place}: {what} is {value!r}; expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{place}: {what} holds half of a surrogate pair; expected text") from None
-    return value
-
-
 def as_input(encoding: Any) -> Encoded:
     """Ids and types of an encoding of the ``tokenizers`` library."""
     return Encoded(np.asarray(encoding.ids, dtype=np.int32), np.asarray(encoding.type_ids, dtype=np.int8))

@@ -25,10 +25,10 @@ from torch import Tensor
 from megatron01.config.commands import SquadConfig
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, evaluate
-from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input, checked_text
+from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input
 from megatron01.finetune.results import Column, Run, fingerprint_of, write_file
 from megatron01.finetune.sweep import Sweep, devices_for
-from megatron01.utils.files import read_json_object
+from megatron01.utils.files import checked_text, read_json_object
 
 
 class Answer(NamedTuple):

@@ -123,6 +123,8 @@ def test_of_a_long_text_only_a_beginning_is_encoded(tokenizer, tmp_path, monkeyp
         ("held.txt", b"\xff\xfe", "not UTF-8"),
         ("held.jsonl", b'{"text": "a"}\n[', "line 2 is not JSON"),
         ("held.jsonl", b'{"txt": "a"}', "line 1 has no text"),
+        ("held.jsonl", b'{"text": ["a"]}', "line 1: 'text' is \\['a'\\]; expected text"),
+        ("held.jsonl", b'{"text": "a"}\n{"text": "\\ud800"}', "line 2: 'text' holds half of a surrogate pair"),
         ("held.txt.gz", b"no gzip", "damaged, cut short or misnamed"),
     ],
 )
