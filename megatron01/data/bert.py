@@ -194,6 +194,14 @@ class _BertSplits(SplitBuilder):
         mapping = index["mapping"]
         if not len(mapping):
             return None
+        first, last = share.sequences
+        long = first + np.flatnonzero(files.sizes[first:last] > kernels.LONG_SENTENCE)
+        owners = np.unique(np.searchsorted(documents, long, side="right") - 1)
+        if left_out := np.count_nonzero(np.diff(documents)[owners] > 1):
+            self.notes.append(
+                f"{left_out} of {len(documents) - 1} documents in the {split} split of {files.prefix} have a sentence"
+                f" of more than {kernels.LONG_SENTENCE} tokens and are left out; cut such sentences into shorter ones"
+            )
         dataset = BertDataset(files, mapping, documents, tokens=self._tokens, config=data, seed=self._seed)
         return dataset, len(mapping) / int(index["epochs"][0])
 
@@ -210,6 +218,12 @@ def build_bert_datasets(data: BertDataConfig, tokenizer: Tokenizer, counts: Samp
             f"{tokenizer.name} lacks the tokens [CLS], [SEP], [MASK] and [PAD], or word-boundary marks; use a tokenizer"
             " made for BERT"
         )
-    if data.seq_length < NUM_SPECIAL_TOKENS + 2:
+    num_tokens = data.seq_length - NUM_SPECIAL_TOKENS
+    if num_tokens < 2:
         raise UserError(f"seq_length is {data.seq_length}; expected {NUM_SPECIAL_TOKENS + 2} or more for BERT")
+    if data.masking == "whole_word_ngram" and data.mask_prob * num_tokens < 1:
+        raise UserError(
+            f"mask_prob {data.mask_prob} of seq_length {data.seq_length} is less than one token, so that none would be"
+            " masked; raise one of them, or set masking to token"
+        )
     return _BertSplits(data, tokenizer, tokens, seed).build_splits(counts)

@@ -171,7 +171,7 @@ def shuffle_rows(rows: NDArray[np.unsignedinteger], seed: int) -> None:
             rows[i, column], rows[j, column] = rows[j, column], rows[i, column]
 
 
-_LONG_SENTENCE = 512  # a document with a longer sentence is left out, as Megatron-LM does
+LONG_SENTENCE = 512  # a document with a longer sentence is left out, as Megatron-LM does
 
 # P(n) is proportional to 1/n for n-grams of 1 to 3 words, normalised twice as numpy's `choice` does.
 MAX_NGRAM = 3
@@ -222,7 +222,7 @@ def map_sentences(
         for document in range(len(documents) - 1):
             begin, end = documents[document], documents[document + 1]
             num_sentences = end - begin
-            if num_sentences < min_sentences or (num_sentences > 1 and sizes[begin:end].max() > _LONG_SENTENCE):
+            if num_sentences < min_sentences or (num_sentences > 1 and sizes[begin:end].max() > LONG_SENTENCE):
                 continue
             target = _draw_target(short_ratio, max_length)
             first, length = begin, 0

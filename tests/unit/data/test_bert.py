@@ -135,9 +135,12 @@ def test_nsp_takes_the_second_segment_from_another_document(
 
 
 def test_documents_with_long_sentences_are_left_out(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
-    texts = [[[10] * 513, [10] * 5], [[11] * 512, [11] * 5]]
-    dataset = build(BertDataConfig(data_path=(write_pair(texts),), seq_length=SEQ_LENGTH, split="1"), bert_tokenizer)
-    assert set(dataset._mapping[:, 0].tolist()) == {2}
+    texts = [[[10] * 513, [10] * 5], [], [[11] * 512, [11] * 5], [[12] * 513], [[13] * 5, [13] * 600, [13] * 700]]
+    config = BertDataConfig(data_path=(write_pair(texts),), seq_length=SEQ_LENGTH, split="1")
+    splits = build_bert_datasets(config, bert_tokenizer, SampleCounts(300), 1)
+    assert set(splits.train._mapping[:, 0].tolist()) == {2}
+    (note,) = splits.notes
+    assert "2 of 5 documents" in note and "more than 512 tokens" in note
 
 
 def test_unusable_data(
@@ -178,6 +181,10 @@ def test_what_a_model_is_given(config: BertDataConfig, bert_tokenizer: Tokenizer
 
 
 def test_a_share_of_no_masks(config: BertDataConfig, bert_tokenizer: Tokenizer) -> None:
+    with pytest.raises(UserError, match=r"mask_prob 0\.05 of seq_length 22 is less than one token"):
+        build(replace(config, mask_prob=0.05, seq_length=22), bert_tokenizer)
+    build(replace(config, mask_prob=0.05, seq_length=23), bert_tokenizer)
+    build(replace(config, mask_prob=0.05, seq_length=22, masking="token"), bert_tokenizer)
     with pytest.raises(UserError, match=r"mask_prob is 0\.0; expected a number in"):
         replace(config, mask_prob=0.0)
     assert build(replace(config, mask_prob=1.0), bert_tokenizer)[0]["loss_mask"].sum() > 0.5 * SEQ_LENGTH
