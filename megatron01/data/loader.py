@@ -44,18 +44,32 @@ def _read_batch(source: SampleSource, segments: NDArray[np.int64], size: int, st
     try:
         if isinstance(source, SampleDataset):
             return source.collate(source.batch(indices))
-        samples = [source[index] for index in indices.tolist()]
-        if not isinstance(samples[0], Mapping):
-            raise UserError(
-                f"{type(source).__name__}[{indices[0]}] is a {type(samples[0]).__name__}; expected a dict of arrays or"
-                " tensors by name, from which batches are stacked"
-            )
-        return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+        return _stacked(source, [source[index] for index in indices.tolist()], int(indices[0]))
     except Exception as error:  # any: a dataset may be the user's own
         where = f"samples {indices[0]} to {indices[-1]}"
         if isinstance(error, UserError):
             return UserError(f"{where}: {error}")
         return RuntimeError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
+
+
+def _stacked(source: SampleSource, samples: Sequence[Mapping[str, Any]], first: int) -> Arrays:
+    """A batch of the samples of a user's dataset, from number ``first`` on. Raises UserError if they cannot be one."""
+    dataset = type(source).__name__
+    if not isinstance(samples[0], Mapping):
+        raise UserError(
+            f"{dataset}[{first}] is a {type(samples[0]).__name__}; expected a dict of arrays or tensors by name"
+        )
+    batch = {}
+    for name in samples[0]:
+        try:
+            batch[name] = np.stack([sample[name] for sample in samples])
+            torch.from_numpy(batch[name])  # refuses what are no numbers
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{name!r} of {dataset} cannot be stacked ({error}); expected numbers, arrays or tensors of one shape"
+                " in every sample"
+            ) from error
+    return batch
 
 
 class BatchLoader:

@@ -158,18 +158,44 @@ def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exce
     assert set(multiprocessing.active_children()) == before  # workers end at once, not with a collection of garbage
 
 
+class Given:
+    """The samples of a list."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples[index]
+
+
 @pytest.mark.parametrize("sample", [torch.arange(4), (torch.arange(4), torch.arange(4)), np.arange(4), [0, 1]])
 def test_samples_that_are_no_dictionaries(sample: object) -> None:
-    class Bare:
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> Any:
-            return sample
-
-    loader = BatchLoader(Bare(), consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=0)
-    with pytest.raises(UserError, match=rf"^samples 0 to 1: Bare\[0\] is a {type(sample).__name__}; expected a dict"):
+    dataset = Given([sample] * 8)
+    loader = BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=0)
+    with pytest.raises(UserError, match=rf"^samples 0 to 1: Given\[0\] is a {type(sample).__name__}; expected a dict"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("others", [("a text", "another"), ([1, 2], [1, 2, 3]), (torch.zeros(2), torch.zeros(3))])
+def test_samples_that_cannot_be_stacked(num_workers: int, others: tuple[Any, Any]) -> None:
+    dataset = Given([{"value": 3, "other": other} for other in others])
+    loader = BatchLoader(
+        dataset, consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=num_workers
+    )
+    with pytest.raises(UserError, match=r"^samples 0 to 1: 'other' of Given cannot be stacked \(.*; expected numbers"):
+        next(iter(loader))
+
+
+def test_tensors_lists_and_numbers_are_stacked() -> None:
+    dataset = Given([{"tensor": torch.tensor([i, i + 1]), "list": [0.5, i], "number": i} for i in range(2)])
+    loader = BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=0)
+    (batch,) = loader
+    assert batch["tensor"].tolist() == [[0, 1], [1, 2]] and batch["number"].tolist() == [0, 1]
+    assert batch["list"].tolist() == [[0.5, 0], [0.5, 1]]
 
 
 def test_killed_worker() -> None:
