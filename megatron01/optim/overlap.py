@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -72,7 +73,8 @@ class EarlyStart:
         place = {id(parameter): index for index, parameter in enumerate(model.parameters())}
         self._position = np.array([place.get(id(p.tensor), len(place)) for p in self._layout.parameters])
         for index, parameter in enumerate(self._layout.parameters):
-            handle = parameter.tensor.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            hook = partial(self._on_gradient, weakref.ref(self), index)
+            handle = parameter.tensor.register_post_accumulate_grad_hook(hook)
             self._hook_ids.append(handle.id)
 
     @property
@@ -107,9 +109,11 @@ class EarlyStart:
         """The order in which buckets are to be sent, also those that this class has not sent."""
         return range(len(buckets)) if self._open is None else self._plan(buckets).order
 
+    @staticmethod
     @torch._disable_dynamo
-    def _on_gradient(self, index: int, _: torch.Tensor) -> None:
-        if self._paused or not self._layout.has_weights(index):
+    def _on_gradient(reference: weakref.ref[EarlyStart], index: int, _: torch.Tensor) -> None:
+        self = reference()  # weak, as tensors keep their hooks alive
+        if self is None or self._paused or not self._layout.has_weights(index):
             return
         if not self._asked:
             assert self._open is not None

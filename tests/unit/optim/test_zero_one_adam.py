@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -343,6 +345,21 @@ def test_memory_per_parameter_is_five_buffers_and_a_share() -> None:
     tensors = {**optimizer.replicated_state(), **optimizer.replica_state()}
     tensors.pop("scalars")
     assert sum(t.nbytes for t in tensors.values()) == 16 * 1024 * 1024
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_the_memory_of_an_optimizer_is_free_once_nothing_uses_it_though_the_model_lives(attached: bool) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = ZeroOneAdam(model.named_parameters(), 0.1)
+    if attached:
+        optimizer.attach(model)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    master = weakref.ref(optimizer.replicated_state()["x"])
+    del optimizer
+    gc.collect()
+    assert master() is None
+    model(torch.ones(1, 3)).sum().backward()
 
 
 def test_a_run_that_goes_on_in_fp16_starts_with_a_loss_scale_of_its_own() -> None:
