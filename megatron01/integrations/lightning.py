@@ -110,9 +110,9 @@ class CompressedDDP(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the replicated weights while ``fit`` runs."""
         ours = self._training
-        if ours is None or self._consensus is not None:
+        if ours is None:
             return super().lightning_module_state_dict()
-        with ours.replicated_weights():
+        with ours.replicated_weights():  # copies: ``save_checkpoint`` ends a validation's context
             found = super().lightning_module_state_dict()
             return {k: value.clone() if isinstance(value, torch.Tensor) else value for k, value in found.items()}
 

@@ -15,6 +15,7 @@ from megatron01.errors import UserError
 from megatron01.integrations import ShownSchedule, save_state
 from megatron01.integrations.common import find_optimizer, require_version
 from tests import programs
+from tests.distributed.harness import run_ranks
 from tests.programs import ROOT, TORCHRUN
 
 SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
@@ -104,6 +105,50 @@ def test_each_training_of_a_trainer_has_a_schedule_of_its_own(tmp_path: Path) ->
     trainer = CompressedTrainer(model=Model(), args=arguments, train_dataset=Data(), optimizers=(kept, None))
     trainer._num_training_steps = 4
     assert trainer.create_optimizer() is kept
+
+
+def validated(rank: int, size: int, folder: Path) -> bool:
+    """Whether a checkpoint that Lightning saves at a validation between two synchronizations has the master weights."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from megatron01.integrations.lightning import CompressedDDP
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.layer(batch).square().mean()
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("loss", self.layer(batch).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            return ZeroOneAdam(self.named_parameters(), 0.02, sync_policy="doubling:2,1", block_size=32)
+
+    fitting = pl.Trainer(
+        accelerator="cpu",
+        strategy=CompressedDDP(),
+        max_steps=9,
+        val_check_interval=9,
+        limit_val_batches=1,
+        callbacks=[ModelCheckpoint(folder, "best", monitor="loss")],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module, loaders = Module(), [torch.utils.data.DataLoader(torch.ones(64, 8)) for _ in range(2)]
+    fitting.fit(module, *loaders)
+    optimizer: Any = module.optimizers(use_pl_optimizer=False)
+    assert optimizer.last_step.kind == "local"
+    weights = torch.load(folder / "best.ckpt", weights_only=True)["state_dict"]
+    return all(torch.equal(weights[name], master) for name, master in optimizer.master_parameters().items())
+
+
+def test_a_checkpoint_of_a_validation_has_the_replicated_weights(tmp_path: Path) -> None:
+    assert run_ranks(validated, 1, tmp_path, default_group=False) == [True]
 
 
 def two_optimizers() -> list[ZeroOneAdam]:
