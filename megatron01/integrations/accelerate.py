@@ -50,7 +50,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     for value in results:
         if hasattr(value, "modules"):
             keep_all_gradients_local(value)
-    _save_states_of_replicas(accelerator, results[found.index(ours[0])], ours[0])
+    handles = _save_states_of_replicas(accelerator, results[found.index(ours[0])], ours[0])
 
     def refuse(*_: Any, **__: Any) -> None:
         raise UserError("accelerator would clip each replica's own gradient; give the optimizer max_grad_norm instead")
@@ -63,14 +63,25 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
             state = type(accelerator).get_state_dict(accelerator, *args, **kwargs)
             return {name: value.clone() if hasattr(value, "clone") else value for name, value in state.items()}
 
-    accelerator.get_state_dict = get_state_dict
+    def free_memory(*args: Any) -> Any:
+        # what was added here would keep the optimizer alive
+        for handle in handles:
+            handle.remove()
+        for name in ("clip_grad_norm_", "clip_grad_value_", "get_state_dict", "free_memory"):
+            vars(accelerator).pop(name)
+        for name in ("state_dict", "load_state_dict") if accelerator.scaler is not None else ():
+            vars(accelerator.scaler).pop(name)
+        return accelerator.free_memory(*args)
+
+    accelerator.get_state_dict, accelerator.free_memory = get_state_dict, free_memory
     return prepared
 
 
-def _save_states_of_replicas(accelerator: Any, prepared: Any, optimizer: FlatOptimizer) -> None:
+def _save_states_of_replicas(accelerator: Any, prepared: Any, optimizer: FlatOptimizer) -> list[Any]:
     """Make ``accelerator`` save markers in place of the states of the optimizer and of a ``GradScaler`` for fp16.
 
     Both are saved in one file per replica: accelerate would let all replicas write their loss scales to the same file.
+    Returns handles of the hooks that do it.
     """
     scaler = accelerator.scaler
     holders: list[Any] = []
@@ -107,5 +118,7 @@ def _save_states_of_replicas(accelerator: Any, prepared: Any, optimizer: FlatOpt
     mark(prepared, lambda: load_state(optimizer, f"{folder}/{_FOLDER}", scaler))
     if scaler is not None:
         mark(scaler, lambda: None)  # loaded with the optimizer's state
-    accelerator.register_save_state_pre_hook(before_saving)
-    accelerator.register_load_state_pre_hook(before_loading)
+    return [
+        accelerator.register_save_state_pre_hook(before_saving),
+        accelerator.register_load_state_pre_hook(before_loading),
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,7 +171,14 @@ def test_a_second_optimizer_whose_state_would_replace_the_first_ones_is_refused(
     with pytest.raises(UserError, match="has an optimizer of megatron01 already"):
         prepare(accelerator, other)
     accelerator.free_memory()
+    accelerator.scaler = torch.amp.GradScaler("cpu")
     prepare(accelerator, other)  # as after a first try with too large a batch
+    accelerator.free_memory()
+    gone = weakref.ref(other)
+    del other
+    gc.collect()
+    assert gone() is None
+    prepare(accelerator, one)
 
     monkeypatch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
     strategy = CompressedDDP()
