@@ -434,6 +434,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
     def _begin_step(self) -> float:
         """Receive a delayed result, gather gradients into the flat buffers, and return their loss scale."""
+        loss_scale = self._scale_of_gradients()  # the one of the backward pass; a delayed result may change it
         self._early.join()
         if self._holds_replicated:
             raise UserError(
@@ -451,7 +452,6 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if self.last_step is None:
             ranks = safety.ranks_of(self._process_group)
             safety.refuse_any_averaging((p.tensor for p in self._whole.parameters), ranks)
-        loss_scale = self._scale_of_gradients()  # the one of the backward pass; a delayed result may change it
         if self._delay:
             self._receive_delayed()
             self._apply_delayed()
@@ -701,7 +701,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 "torch.amp.GradScaler cannot be used with loss_scaler, nor after attach() with overlap; leave the"
                 " GradScaler out, and use loss_scaler=LossScaler() and scale_loss()"
             )
-        scale: Tensor | None = getattr(self, "grad_scale", None)
+        scale: Tensor | float | None = getattr(self, "grad_scale", None)
+        self.grad_scale = 1.0  # a GradScaler multiplies what an earlier step left here when it raised
         return 1.0 if scale is None else float(scale)
 
     @torch._disable_dynamo

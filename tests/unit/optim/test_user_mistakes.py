@@ -388,3 +388,25 @@ def test_torchs_distributed_checkpoint_is_told_where_the_state_is() -> None:
         UserError, match=r"get_optimizer_state_dict.*optimizer\.state_dict\(\) or portable_state_dict\(\)"
     ):
         get_optimizer_state_dict(model, optimizer)
+
+
+def test_a_step_that_raised_does_not_change_the_scale_of_a_grad_scaler() -> None:
+    parameter = nn.Parameter(torch.ones(5))
+    optimizer, scaler = ZeroOneAdam([parameter], 0.1), torch.amp.GradScaler("cpu", init_scale=64.0)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        scaler.scale(parameter.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    with torch.no_grad():
+        parameter.zero_()
+    with pytest.raises(UserError, match="reload_weights"):
+        step()
+    optimizer.reload_weights()
+    scaler.update()
+    step()
+    assert optimizer.last_step is not None
+    assert optimizer.last_step.loss_scale == 64.0 and optimizer.last_step.grad_norm == pytest.approx(5**0.5)
