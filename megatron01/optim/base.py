@@ -948,12 +948,11 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         Raises:
             UserError: if a buffer is missing or of another size.
         """
-        _copy_into(self.replicated_state(), replicated)
-        _copy_into(self._averaged_buffers(), average)
         numbers, own = scalars.tolist(), self._replica_buffers()["scalars"].numel()
         least = own - _NUM_DELAY_SCALARS if self._delay else own
         if len(numbers) not in (least, least + _NUM_DELAY_SCALARS):
             raise UserError(f"the optimizer state has {len(numbers)} scalars, not {own}; it is another optimizer's")
+        _copy_into(self.replicated_state() | self._averaged_buffers(), replicated | average)
         numbers = [*numbers, *[0.0] * _NUM_DELAY_SCALARS][:own]  # it may be of a run with or without a delay
         self._load_scalars(iter(numbers))
         self._weights_are_ahead = False
@@ -1111,7 +1110,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
 
 def _copy_into(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Copy tensors by name, except ``scalars`` and those that already share memory."""
+    """Copy tensors by name, except ``scalars`` and those that already share memory; none if one does not fit."""
     for name, tensor in own.items():
         if name not in given:
             raise UserError(
@@ -1123,5 +1122,6 @@ def _copy_into(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
                 f"{name!r} in the optimizer state has {given[name].numel()} elements, not {tensor.numel()}; "
                 "it belongs to another model, block size or number of replicas"
             )
+    for name, tensor in own.items():
         if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
             tensor.copy_(given[name])

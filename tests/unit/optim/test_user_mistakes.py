@@ -410,3 +410,25 @@ def test_a_step_that_raised_does_not_change_the_scale_of_a_grad_scaler() -> None
     step()
     assert optimizer.last_step is not None
     assert optimizer.last_step.loss_scale == 64.0 and optimizer.last_step.grad_norm == pytest.approx(5**0.5)
+
+
+def test_a_state_of_which_a_part_does_not_fit_changes_nothing() -> None:
+    optimizer = trained(0)
+    for part, replaced in (("u", {}), ("m", {"m": torch.ones(3)})):
+        state = copy.deepcopy(trained(2).state_dict())
+        del state["replica"][part]
+        state["replica"] |= replaced
+        before = optimizer.fingerprint()
+        with pytest.raises(UserError, match=f"'{part}'"):
+            optimizer.load_state_dict(state)
+        assert optimizer.fingerprint() == before
+
+
+def trained(steps: int) -> ZeroOneAdam:
+    parameter = nn.Parameter(torch.ones(5))
+    optimizer = ZeroOneAdam([parameter], 0.1)
+    for _ in range(steps):
+        parameter.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
