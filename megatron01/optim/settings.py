@@ -170,6 +170,8 @@ class CommonSettings:
             raise UserError(
                 "loss_scaler is torch's GradScaler; expected megatron01.LossScaler, or None and scaler.step(optimizer)"
             )
+        if self.masks and self.shard:
+            raise UserError("shard is set and masks are given, which a sharded optimizer does not follow; leave one out")
         integer("max_skipped_steps", self.max_skipped_steps, least=1)
         if self.bucket_elements is not None:
             integer("bucket_elements", self.bucket_elements, least=1)

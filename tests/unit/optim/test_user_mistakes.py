@@ -432,3 +432,9 @@ def trained(steps: int) -> ZeroOneAdam:
         optimizer.step()
         optimizer.zero_grad()
     return optimizer
+
+
+def test_masks_of_a_sharded_optimizer_are_refused() -> None:
+    masks = {"0": torch.ones(5, dtype=torch.bool)}
+    with pytest.raises(UserError, match="shard is set and masks are given"):
+        ZeroOneAdam([nn.Parameter(torch.ones(5))], 0.1, masks=masks, shard=True)
