@@ -6,10 +6,11 @@ A ``Topology`` has those between all replicas, inside a node, and between nodes.
 from __future__ import annotations
 
 import atexit
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import itemgetter
 from typing import Literal, NamedTuple, Protocol
@@ -328,8 +329,10 @@ class Topology:
         """Raises DamagedPayload if rows that were checked and not read yet are not what their senders sent."""
         read_checked([], *filter(None, (self.world, self.local, self.across)))
 
-    def reset_counters(self) -> None:
-        """Reset the counters, so that start-up does not count."""
-        for transport in (self.world, self.local, self.across):
-            if transport is not None:
-                transport.bytes_sent = transport.rounds = 0
+    def with_own_counters(self) -> Topology:
+        """The same processes with counters from 0: several optimizers may share a topology, and report alone."""
+        copies = {name: copy.copy(getattr(self, name)) for name in ("world", "local", "across")}
+        for transport in filter(None, copies.values()):
+            transport.bytes_sent = transport.rounds = 0
+            transport.verdicts = []
+        return replace(self, **copies)

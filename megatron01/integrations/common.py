@@ -165,6 +165,11 @@ def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
     if not found:
         raise UserError(f"{folder} holds no state of replicas (replica_0_of_N.pt); expected one that save_state wrote")
     saved = found[0][2]
+    if own["world_size"] != saved and optimizer.owned is not None:
+        raise UserError(
+            f"{folder} holds the state of {saved} processes, and this run has {own['world_size']}; expected as many, as"
+            " the optimizer is sharded"
+        )
     needed = {own["rank"]} if own["world_size"] == saved else set(range(saved))  # each machine may have its own folder
     if missing := needed - {rank for _, rank, size in found if size == saved}:
         raise UserError(f"{folder} lacks the state of replicas {sorted(missing)} of {saved}; copy their files there")

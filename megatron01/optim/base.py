@@ -166,8 +166,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._weights_are_ahead = False  # a result has been received that the model's weights lack
         self._unrecorded: tuple[bool, bool] | None = None  # (overflow here, skipped) of that result's step
 
-        topology = settings.process_group
-        world = topology if isinstance(topology, Topology) else Topology.flat(topology)
+        group = self._process_group = settings.process_group
+        topology = (group if isinstance(group, Topology) else Topology.flat(group)).with_own_counters()
+        self._world = topology.world
         parameters = named_parameters(self.param_groups)
         self._frozen_at_start = [p for p in parameters if not p.tensor.requires_grad]
         self._whole = FlatParameters([p for p in parameters if p.tensor.requires_grad], settings.block_size)
@@ -178,11 +179,11 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         wire_dtype = wire if isinstance(wire, torch.dtype) else dtypes.pop() if len(dtypes) == 1 else torch.float32
         self._early = EarlyStart(self._whole)
         self._sharded: ShardedReplica | None = None
-        self._flat, self._topology = self._whole, world
+        self._flat, self._topology = self._whole, topology
         if settings.shard:
             self._sharded = ShardedReplica(
                 self._whole,
-                world,
+                topology,
                 self._kernels,
                 self._guard,
                 wire_dtype=wire_dtype,
@@ -195,11 +196,11 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         about: tuple[Any, ...] = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
         about += () if second_moment is None else second_moment.settings
         about += (settings.block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
-        check_agreement(self._whole, self._frozen_at_start, self._masks, self.param_groups, about, world)
+        check_agreement(self._whole, self._frozen_at_start, self._masks, self.param_groups, about, topology)
         if self._frozen_at_start:
-            share_frozen(self._frozen_at_start, self._whole.device, world)
+            share_frozen(self._frozen_at_start, self._whole.device, topology)
         for weights in self._whole.weight_buffers:
-            world.world.broadcast(weights)
+            self._world.broadcast(weights)
         self._local = LocalUpdate(
             self._flat, self._kernels, rule, state_dtype=state_dtype, num_groups=len(self.param_groups)
         )
@@ -218,18 +219,17 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             and quantizer is not None,
             same_data=None
             if self._is_single
-            else safety.SameDataWatch(max(2e-6, rounding), logs=world.world.rank == 0),
+            else safety.SameDataWatch(max(2e-6, rounding), logs=self._world.rank == 0),
         )
         self._quantized: QuantizedGradientMean | None = None
         self._exchange: CompressedAllReduce | None = None
         self._gradients = self._build_exchanges(settings, quantizer, averages, state_dtype, wire_dtype)
         self._overlap = settings.overlap and not self._masks
-        self._process_group = settings.process_group
         self._replicas = safety.ReplicaCheck(self._topology, self._whole)
         replicas = self._topology.num_replicas
         adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
         padded = self._whole.blocks.num_elements / self._whole.num_parameters
-        self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, logs=world.world.rank == 0)
+        self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, logs=self._world.rank == 0)
         self._sent = self._topology.sent()  # until the last report
         self._adopt_weights()
         self._holds_replicated = False
@@ -787,7 +787,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self.finish_delayed()
         self._weights_are_ahead = False
         for weights in self._whole.weight_buffers:
-            (self._topology if self._sharded is None else self._sharded.topology).world.broadcast(weights)
+            self._world.broadcast(weights)
         self._adopt_weights()
         agrees = self._local.since_sync.agrees and self._is_single
         self._local.since_sync = replace(self._local.start, agrees=agrees)
@@ -1003,7 +1003,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if self.is_pending and not isinstance(self._process_group, Topology):
             safety.wait_for_all(self._topology, safety.ranks_of(self._process_group), self.step_count)
         return {
-            "owner": safety.owner(self, self._topology, self._whole),
+            "owner": safety.owner(self, self._world, self._whole),
             "replicated": self.replicated_state(),
             "replica": self.replica_state(),
             "param_groups": super().state_dict()["param_groups"],
@@ -1031,7 +1031,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 mean.all_reduce(buffer)
             self._topology.world.broadcast(scalars)
         return {
-            "owner": safety.owner(self, self._topology, self._whole) | {"rank": None},
+            "owner": safety.owner(self, self._world, self._whole) | {"rank": None},
             "replicated": replicated,
             "portable": {"average": average, "errors": errors, "scalars": scalars.cpu()},
             "param_groups": super().state_dict()["param_groups"],
@@ -1043,7 +1043,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         Raises:
             UserError: if the state is another optimizer's or replica's, or of other parameters.
         """
-        own = safety.owner(self, self._topology, self._whole)
+        own = safety.owner(self, self._world, self._whole)
         safety.check_state_dict(state_dict, own, self.param_groups, self._local.x, self.step_count)
         for own_group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own_group.update({key: given[key] for key in ("weight_decay", "lr_scale")})

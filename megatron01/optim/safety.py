@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
 from megatron01.comm.payload import HEADER_BYTES
-from megatron01.comm.transport import Work, read_checked
+from megatron01.comm.transport import Transport, Work, read_checked
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import lost_replica
@@ -373,12 +373,12 @@ def error_key(name: str) -> str:
     return "gradient_error" if name.startswith("gradient_") else "error"
 
 
-def owner(optimizer: object, topology: Topology, flat: FlatParameters) -> dict[str, Any]:
+def owner(optimizer: object, world: Transport, flat: FlatParameters) -> dict[str, Any]:
     """The owner of a ``state_dict``, in plain numbers, strings and lists."""
     return {
         "optimizer": type(optimizer).__name__,
-        "rank": topology.world.rank,
-        "world_size": topology.world.size,
+        "rank": world.rank,
+        "world_size": world.size,
         "block_size": flat.blocks.block_size,
         "shapes": [list(parameter.tensor.shape) for parameter in sorted(flat.parameters, key=lambda p: p.position)],
     }

@@ -171,7 +171,9 @@ class CommonSettings:
                 "loss_scaler is torch's GradScaler; expected megatron01.LossScaler, or None and scaler.step(optimizer)"
             )
         if self.masks and self.shard:
-            raise UserError("shard is set and masks are given, which a sharded optimizer does not follow; leave one out")
+            raise UserError(
+                "shard is set and masks are given, which a sharded optimizer does not follow; leave one out"
+            )
         integer("max_skipped_steps", self.max_skipped_steps, least=1)
         if self.bucket_elements is not None:
             integer("bucket_elements", self.bucket_elements, least=1)
@@ -245,6 +247,5 @@ def _different(value: object, device: torch.device, topology: Topology) -> list[
     digests, work = topology.world.gather(torch.tensor(own, device=device))
     work.wait()
     topology.world.check(digests)
-    topology.reset_counters()
     differs = read_checked([(digests != digests[0]).any(1).float()], topology.world)
     return [replica for replica, differs_here in enumerate(differs) if differs_here]

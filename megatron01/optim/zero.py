@@ -67,7 +67,6 @@ class ShardedReplica:
                 " start several on each node, or leave it out",
                 scope="job",
             )
-        self.topology = topology
         self.across = replace(Topology.flat(topology.across), inside=topology.local)
         self._whole = whole
         dtypes = {weights.dtype for weights in whole.weight_buffers}

@@ -40,12 +40,12 @@ def exchange_of(topology: Topology, num_blocks: int, bucket: int, quantizer: Qua
     )
 
 
-def hierarchical(topology: Topology, num_blocks: int, buckets: list[int], quantizer: Quantizer) -> list[dict[str, Any]]:
-    assert topology.local is not None
-    rank, node = topology.world.rank, topology.world.rank // topology.local_size
+def hierarchical(given: Topology, num_blocks: int, buckets: list[int], quantizer: Quantizer) -> list[dict[str, Any]]:
+    assert given.local is not None
+    rank, node = given.world.rank, given.world.rank // given.local_size
     runs = []
     for bucket in buckets:
-        topology.reset_counters()
+        topology = given.with_own_counters()
         exchange = exchange_of(topology, num_blocks, bucket, quantizer)
         results = []
         for step in range(STEPS):

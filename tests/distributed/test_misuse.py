@@ -172,6 +172,26 @@ def test_an_optimizer_that_was_replaced_exchanges_nothing_more() -> None:
     assert run_ranks(replaced, 2, True) == run_ranks(replaced, 2, False)
 
 
+def in_turn(rank: int, size: int, shared: bool) -> list[tuple[int, int]]:
+    """Bytes and rounds of the steps of two optimizers; the second is built between two steps of the first."""
+    topology, found, pairs = Topology.flat(), [], []
+    for count in (1, 2, 2):
+        for _ in range(count - len(pairs)):
+            model, group = new_model(), topology if shared else Topology.flat()
+            pairs.append((model, ZeroOneAdam(model.parameters(), SCHEDULE, process_group=group, **OPTIONS)))
+        for model, optimizer in pairs:
+            train(model, optimizer, rank, 0, 1)
+            assert optimizer.last_step is not None
+            found.append((optimizer.last_step.bytes_sent, optimizer.last_step.rounds))
+    return found
+
+
+def test_optimizers_that_share_a_topology_report_what_they_send_alone() -> None:
+    expected = run_ranks(in_turn, 2, False)
+    assert run_ranks(in_turn, 2, True) == expected
+    assert all(num_bytes > 0 and rounds == 1 for num_bytes, rounds in expected[0])
+
+
 # Learning rates, clipping and loss scales from outside.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from megatron01.comm.payload import digest
+from megatron01.comm.topology import build_topology
+from megatron01.config import DistributedConfig
 from megatron01.integrations import load_state, save_state
 from megatron01.optim import ZeroOneAdam, safety
+from megatron01.parallel import LaunchEnvironment, initialize
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_misuse import OPTIONS, SCHEDULE, error_of, new_model, train
 
@@ -125,3 +130,29 @@ def of_subgroups(rank: int, size: int, folder: Path) -> list[str]:
 def test_groups_of_processes_save_on_their_own(tmp_path: Path) -> None:
     for rank, (saved, loaded) in enumerate(run_ranks(of_subgroups, 5, tmp_path, timeout=60.0)):
         assert (saved == loaded) == (rank < 3)
+
+
+def of_shards(rank: int, size: int, folder: Path, saves: bool) -> list[str]:
+    """Each process keeps another part of the state."""
+    config = DistributedConfig(threads_per_replica=1, replica="node")
+    with initialize(LaunchEnvironment.read(os.environ), config) as group:
+        prints = []
+        for steps in (9, 0) if saves else (0,):
+            model = new_model()
+            topology = build_topology(group, config)
+            shares: dict[str, Any] = {"process_group": topology, "shard": True}
+            optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE, **OPTIONS, **shares)
+            train(model, optimizer, rank, 0, steps)
+            if steps:
+                save_state(optimizer, folder)
+            elif message := error_of(load_state, optimizer, folder):
+                return [message]
+            prints.append(digest(optimizer.replica_state() | optimizer.replicated_state()))
+        return prints
+
+
+def test_the_processes_of_a_node_save_a_shard_each(tmp_path: Path) -> None:
+    found = run_ranks(of_shards, 4, tmp_path, True, local_world_size=2, default_group=False)
+    assert all(saved == loaded for saved, loaded in found) and len({saved for saved, _ in found}) == 4
+    (message,) = run_ranks(of_shards, 2, tmp_path, False, default_group=False)[0]
+    assert "state of 4 processes" in message and "sharded" in message
