@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 OPTIMIZERS = ("adam", "quantized_adam", "one_bit_adam", "zero_one_adam", "bin_sgdm", "soft_sign_sgd", "sgdm")
 """Names of our own, from the most exact."""
 
+STEPS_AT_ONCE = 1 << 20
+"""Steps of a run that are counted together where an array over all of them would take gigabytes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTable:
@@ -35,7 +38,7 @@ class StepTable:
     one_bit: NDArray[np.bool_]  # bool[steps], an exchange of bits; a step may make both exchanges, or none
     refreshes: NDArray[np.bool_]  # bool[steps], T_v: the second moment is refreshed with the averaged gradient
     synchronizes: NDArray[np.bool_]  # bool[steps], T_u: the master weights move
-    interval: NDArray[np.int64]  # int64[steps], steps between two synchronizations that the policy asks for
+    interval: NDArray[np.integer]  # int[steps], steps between two synchronizations that the policy asks for
     frozen_from: int  # step from which the second moment is frozen; 0 without one, the number of steps if it never is
 
     @classmethod
@@ -49,16 +52,16 @@ class StepTable:
             one_bit=~full,
             refreshes=refreshed,
             synchronizes=np.ones_like(full),
-            interval=np.ones(full.size, np.int64),
+            interval=np.ones(full.size, np.uint8),
             frozen_from=int(refreshed.sum()),
         )
 
 
-def full_steps(config: OptimizerConfig, schedule: Any, rates: NDArray[np.float64]) -> StepTable:
+def full_steps(config: OptimizerConfig, schedule: Any, steps: int) -> StepTable:
     """The steps of an optimizer that averages in full precision at each."""
     import numpy as np
 
-    return StepTable.every_step(np.ones(rates.size, bool), refreshes=find_optimizer(config.optimizer).second_moment)
+    return StepTable.every_step(np.ones(steps, bool), refreshes=find_optimizer(config.optimizer).second_moment)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class OptimizerSpec:
             if nothing is.
         auto_wire: what ``gradient_wire_dtype: auto`` stands for; None is the type of the model's weights.
         bits: exchanges of bits, with a scale for each block or without; None if there are none.
-        steps: from (settings, schedule, fp64[steps] learning rates) to what each step does.
+        steps: from (settings, schedule, number of steps) to what each step does.
         variants: from (settings, steps of the run) to ways to train with it that ``megatron01 plan`` compares, by name;
             None: as it is set, if it is the optimizer of the settings.
         automatic: ``--auto`` may choose it, and ``megatron01 plan`` recommend it.
@@ -99,7 +102,7 @@ class OptimizerSpec:
     full_precision: Literal["gradients", "fp32"] | None = "gradients"
     auto_wire: Literal["8bit", "4bit"] | None = None
     bits: Literal["scaled", "unscaled"] | None = None
-    steps: Callable[[OptimizerConfig, Any, NDArray[np.float64]], StepTable] = full_steps
+    steps: Callable[[OptimizerConfig, Any, int], StepTable] = full_steps
     variants: Callable[[OptimizerConfig, int], dict[str, OptimizerConfig]] | None = None
     automatic: bool = False
     reference: bool = False

@@ -10,14 +10,14 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 import numpy as np
 
 from megatron01.config import OptimizerConfig, Precision
-from megatron01.config.registry import find_optimizer, optimizers
+from megatron01.config.registry import STEPS_AT_ONCE, find_optimizer, optimizers
 from megatron01.cost import volume
 from megatron01.cost.cluster import Cluster, Resource, Stage, expected_maximum
 
@@ -380,18 +380,23 @@ def _group_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_StepGrou
     """Steps of a run grouped by equal time; cached, as they do not depend on model and cluster."""
     any_wire = volume.Wire(parameter_sizes=(1,), replicas=2, block_size=settings.block_size)
     run = volume.traffic(settings, train_iters=train_iters, precision="fp32", wire=any_wire)
-    # an exchange after k steps without one waits sqrt(k) deviations
-    exchanged = np.flatnonzero(run.rounds)
-    waiting = np.zeros(run.steps)
-    waiting[exchanged] = np.sqrt(np.diff(exchanged, prepend=-1))
-    groups = []
-    for kind, name in enumerate(volume.STEP_KINDS):
-        for every_step in (True, False):
-            chosen = (run.kind == kind) & ((run.interval == 1) == every_step)
-            if steps := int(chosen.sum()):
-                packed = int(run.one_bit[chosen].sum())
-                groups.append(_StepGroup(name, every_step, steps, packed, float(waiting[chosen].sum())))
-    return tuple(groups)
+    # by kind, and interval of 1 or longer: steps, 1-bit exchanges, and waiting
+    sums = np.zeros((3, 2 * len(volume.STEP_KINDS)))
+    count = partial(np.bincount, minlength=sums.shape[1])
+    last = -1  # step with an exchange
+    for start in range(0, run.steps, STEPS_AT_ONCE):
+        part = slice(start, start + STEPS_AT_ONCE)
+        group = 2 * run.kind[part] + (run.interval[part] > 1)
+        exchanged = np.flatnonzero(run.rounds[part])
+        # an exchange after k steps without one waits sqrt(k) deviations
+        waiting = np.sqrt(np.diff(start + exchanged, prepend=last))
+        last = start + int(exchanged[-1]) if exchanged.size else last
+        sums += (count(group), count(group, run.one_bit[part]), count(group[exchanged], waiting))
+    return tuple(
+        _StepGroup(volume.STEP_KINDS[number // 2], number % 2 == 0, int(steps), int(packed), waits)
+        for number, (steps, packed, waits) in enumerate(sums.T.tolist())
+        if steps
+    )
 
 
 def _node_bytes(groups: Sequence[_StepGroup], model: StepModel) -> float:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron01.config import OptimizerConfig, Precision
 from megatron01.config.registry import StepTable, find_optimizer, optimizers, without_others_settings
-from megatron01.optim.schedule import build_schedule
+from megatron01.optim.schedule import Schedule, build_schedule
 
 STEP_KINDS = ("full", "one_bit", "local")
 """Names of the numbers in ``Traffic.kind``, as in an optimizer's ``StepReport``."""
@@ -65,14 +65,28 @@ class Wire:
 class Traffic(StepTable):
     """Schedule and traffic of every step of a run."""
 
-    learning_rate: NDArray[np.float64]  # fp64[steps]
-    bytes_sent: NDArray[np.int64]  # int64[steps], by one replica
+    schedule: Schedule  # of learning rates
+    full_bytes: int  # that one replica sends at a full step
+    one_bit_bytes: int  # in an exchange of bits
     parameters: int  # elements of the model
+
+    @property
+    def learning_rate(self) -> NDArray[np.float64]:
+        """fp64[steps]."""
+        return np.array([self.schedule.lr(step) for step in range(self.steps)])
+
+    @property
+    def bytes_sent(self) -> NDArray[np.int64]:
+        """int64[steps], by one replica."""
+        return self.full * np.int64(self.full_bytes) + self.one_bit * np.int64(self.one_bit_bytes)
 
     @cached_property
     def kind(self) -> NDArray[np.uint8]:
         """uint8[steps], index into ``STEP_KINDS``."""
-        return np.where(self.full, FULL, np.where(self.synchronizes, ONE_BIT, LOCAL)).astype(np.uint8)
+        kind = np.full(self.steps, LOCAL, np.uint8)
+        kind[self.synchronizes] = ONE_BIT
+        kind[self.full] = FULL
+        return kind
 
     @cached_property
     def rounds(self) -> NDArray[np.uint8]:
@@ -81,11 +95,16 @@ class Traffic(StepTable):
 
     @property
     def steps(self) -> int:
-        return self.learning_rate.size
+        return self.full.size
 
     @property
     def total_bytes(self) -> int:
-        return total_of(self.bytes_sent)
+        return self.bytes_between(0, self.steps)
+
+    def bytes_between(self, first: int, end: int) -> int:
+        """Bytes of the steps [first, end): exact, as those of a large model may not fit into int64."""
+        full, one_bit = (int(np.count_nonzero(kind[first:end])) for kind in (self.full, self.one_bit))
+        return full * self.full_bytes + one_bit * self.one_bit_bytes
 
     @property
     def total_rounds(self) -> int:
@@ -95,11 +114,6 @@ class Traffic(StepTable):
     def bits_per_parameter(self) -> NDArray[np.float64]:
         """fp64[steps], bits sent by one replica per parameter of the model."""
         return 8.0 * self.bytes_sent / self.parameters
-
-
-def total_of(bytes_sent: NDArray[np.int64]) -> int:
-    """The exact sum, which of a large model may not fit into int64."""
-    return sum(bytes_sent.tolist())
 
 
 def gradient_bytes(config: OptimizerConfig, precision: Precision) -> int:
@@ -148,15 +162,14 @@ def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, 
     each other, or for one_bit_adam without ``freeze_step``.
     """
     schedule = build_schedule(config, train_iters)
-    rates = np.array([schedule.lr(step) for step in range(train_iters)])
     spec = find_optimizer(config.optimizer)
-    steps = spec.steps(config, schedule, rates)
     scaled = spec.bits == "scaled"
     one_bit = wire.dense(4) if scaled and config.compressor == "none" else wire.quantized(1, scaled=scaled)
     return Traffic(
-        **vars(steps),
-        learning_rate=rates,
-        bytes_sent=steps.full * np.int64(_full_exchange(config, precision, wire)) + steps.one_bit * np.int64(one_bit),
+        **vars(spec.steps(config, schedule, train_iters)),
+        schedule=schedule,
+        full_bytes=_full_exchange(config, precision, wire),
+        one_bit_bytes=one_bit,
         parameters=wire.parameters,
     )
 
@@ -205,13 +218,13 @@ def phase_of(run: Traffic, first: int, end: int) -> Phase:
     """The steps [first, end) as one phase; its interval is that of the first."""
     steps = slice(first, end)
     full, one_bit, local = np.bincount(run.kind[steps], minlength=3).tolist()
-    sent = total_of(run.bytes_sent[steps])
+    sent = run.bytes_between(first, end)
     return Phase(
         first=first,
         last=end - 1,
         interval=int(run.interval[first]),
-        first_lr=float(run.learning_rate[first]),
-        last_lr=float(run.learning_rate[end - 1]),
+        first_lr=run.schedule.lr(first),
+        last_lr=run.schedule.lr(end - 1),
         full=full,
         one_bit=one_bit,
         local=local,
@@ -234,7 +247,7 @@ def compare(run: Traffic, config: OptimizerConfig, *, precision: Precision, wire
             sent[f"{spec.label}, 16-bit gradients"] = run.steps * wire.ring(2)
         elif spec.reference and config.freeze_step is not None and config.optimizer != name:
             other = without_others_settings(config, name)
-            full = int(spec.steps(other, None, run.learning_rate).full.sum())
+            full = int(spec.steps(other, run.schedule, run.steps).full.sum())
             dense, packed = full * _full_exchange(other, precision, wire), (run.steps - full) * wire.quantized(1)
             sent[f"{spec.label}, {full:,} full steps"] = dense + packed
     return [

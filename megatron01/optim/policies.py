@@ -5,9 +5,14 @@ They keep no state to checkpoint: a resumed run, another rank or a plotting tool
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron01.errors import UserError, nearest
 from megatron01.optim.schedule import Schedule, integer
@@ -69,6 +74,24 @@ class SyncPolicy:
         self.synchronizes(step)  # looks at all of them
         return self._first_longer is not None and self._first_longer <= step
 
+    def table(self, steps: int) -> tuple[NDArray[np.integer], NDArray[np.bool_]]:
+        """int[steps], ``interval``, and bool[steps], ``synchronizes``, if the interval never falls."""
+        changes = [0]
+        while changes[-1] < steps:
+            first = changes[-1]
+            changes.append(bisect.bisect_right(range(steps), self.interval(first), lo=first, key=self.interval))
+        interval = np.zeros(steps, np.min_scalar_type(self.interval(steps - 1)))
+        synchronizes = np.zeros(steps, bool)
+        previous = -1
+        for first, end in pairwise(changes):
+            interval[first:end] = length = self.interval(first)
+            due = range(max(first, previous + length), end, length)
+            synchronizes[due.start : end : length] = True
+            previous = due[-1] if due else previous
+        if self._last_step is not None:
+            synchronizes[self._last_step :] = True
+        return interval, synchronizes
+
 
 class VariancePolicy:
     """T_v: k_0 = 0, k_{j+1} = k_j + 2^floor(j / kappa), until the second moment is frozen for good.
@@ -97,6 +120,16 @@ class VariancePolicy:
         # refreshes a * kappa to (a + 1) * kappa - 1 start at step kappa * (2^a - 1) and lie 2^a apart
         doublings = (step // self._kappa + 1).bit_length() - 1
         return (step - self._kappa * ((1 << doublings) - 1)) % (1 << doublings) == 0
+
+    def table(self, steps: int, frozen_from: int) -> NDArray[np.bool_]:
+        """bool[steps], ``refreshes``, where the second moment is frozen from step ``frozen_from`` on."""
+        refreshes = np.zeros(steps, bool)
+        first, distance = 0, 1
+        while first < min(steps, frozen_from):
+            end = first + self._kappa * distance
+            refreshes[first : min(end, frozen_from) : distance] = True
+            first, distance = end, 2 * distance
+        return refreshes
 
 
 def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) -> IntervalFunction:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron01.config import OptimizerConfig, PretrainConfig
-from megatron01.config.registry import OptimizerSpec, StepTable, load_class, without_others_settings
+from megatron01.config.registry import (
+    STEPS_AT_ONCE,
+    OptimizerSpec,
+    StepTable,
+    load_class,
+    without_others_settings,
+)
 from megatron01.errors import UserError
 
 if TYPE_CHECKING:
@@ -71,47 +78,29 @@ def _zero_one_adam_arguments(config: PretrainConfig) -> dict[str, Any]:
 # Step tables: what each step of a run exchanges.
 
 
-@dataclass(frozen=True)
-class _KnownRates:
-    """A ``Schedule`` whose learning rates have been computed, as policies read each several times."""
-
-    peak_lr: float
-    warmup_steps: int
-    total_steps: int | None
-    rates: list[float]
-
-    def lr(self, step: int) -> float:
-        return self.rates[step]
-
-
-def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
+def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, steps: int) -> StepTable:
     import numpy as np
 
-    from megatron01.optim.policies import SyncPolicy, VariancePolicy, build_sync_policy
+    from megatron01.optim.policies import VariancePolicy, build_sync_policy
 
-    def by_step(function: Any) -> NDArray[np.int64]:
-        return np.fromiter(map(function, range(rates.size)), np.int64, rates.size)
-
-    known = _KnownRates(schedule.peak_lr, schedule.warmup_steps, schedule.total_steps, rates.tolist())
-    named_policy = build_sync_policy(config.sync_policy, known, config.max_sync_interval)
-    interval = by_step(named_policy.interval)
-    sync_policy = SyncPolicy(interval.tolist().__getitem__, schedule.total_steps, named_policy.shortest)
+    sync_policy = build_sync_policy(config.sync_policy, schedule, config.max_sync_interval)
     variance_policy = VariancePolicy(config.variance_kappa, config.variance_freeze_step, sync_policy)
-    refreshes = by_step(variance_policy.refreshes).astype(bool)
-    synchronizes = by_step(sync_policy.synchronizes).astype(bool)
-    longer = np.flatnonzero(interval > named_policy.shortest)
-    first_longer = int(longer[0]) if longer.size else rates.size
+    interval, synchronizes = sync_policy.table(steps)
+    frozen_from = config.variance_freeze_step
+    if frozen_from is None:
+        frozen_from = int(np.searchsorted(interval, sync_policy.shortest, side="right"))
+    refreshes = variance_policy.table(steps, frozen_from)
     return StepTable(
         full=refreshes,
-        one_bit=_exchanges(rates.tolist(), refreshes.tolist(), synchronizes.tolist()),
+        one_bit=_exchanges(schedule, refreshes, synchronizes),
         refreshes=refreshes,
         synchronizes=synchronizes,
         interval=interval,
-        frozen_from=first_longer if config.variance_freeze_step is None else config.variance_freeze_step,
+        frozen_from=frozen_from,
     )
 
 
-def _exchanges(rates: Sequence[float], refreshes: Sequence[bool], synchronizes: Sequence[bool]) -> NDArray[np.bool_]:
+def _exchanges(schedule: Schedule, refreshes: NDArray[np.bool_], synchronizes: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """bool[steps]: synchronizations that need an exchange of accumulated steps.
 
     None is needed if these are the same on all replicas, as every step since the last synchronization averaged its
@@ -119,32 +108,41 @@ def _exchanges(rates: Sequence[float], refreshes: Sequence[bool], synchronizes: 
     """
     import numpy as np
 
-    exchanges = np.zeros(len(rates), bool)
-    equal, accumulated = True, 0.0
-    for step, (rate, refreshed, due) in enumerate(zip(rates, refreshes, synchronizes, strict=True)):
-        equal = equal and refreshed
-        accumulated += rate
-        if due:
-            exchanges[step] = accumulated > 0.0 and not equal
-            equal = equal or accumulated > 0.0
-            accumulated = 0.0
+    steps = refreshes.size
+    warm_up = min(schedule.warmup_steps, steps)  # rates rise up to its end, and never after it
+    first = bisect.bisect_left(range(warm_up), True, key=lambda step: schedule.lr(step) > 0)
+    end = bisect.bisect_left(range(steps), True, lo=warm_up, key=lambda step: schedule.lr(step) == 0)
+    if first < end < steps:  # the synchronization after the last step that moved
+        end += int(np.argmax(synchronizes[end - 1 :]))
+    exchanges = np.zeros(steps, bool)
+    exchanges[first:end] = synchronizes[first:end]
+    equal = True
+    for start in range(0, steps, STEPS_AT_ONCE):
+        moves, refreshed = exchanges[start : start + STEPS_AT_ONCE], refreshes[start : start + STEPS_AT_ONCE]
+        ends = np.concatenate([[0], np.flatnonzero(moves) + 1])
+        all_refreshed = np.logical_and.reduceat(np.append(refreshed, True), ends)  # and those after the last
+        all_refreshed[0] &= equal
+        moves[ends[1:] - 1] = ~all_refreshed[:-1]
+        equal = bool(all_refreshed[-1])
     return exchanges
 
 
-def _one_bit_adam_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
+def _one_bit_adam_steps(config: OptimizerConfig, schedule: Schedule, steps: int) -> StepTable:
     import numpy as np
 
     if config.freeze_step is None:
         raise UserError(
             "one_bit_adam freezes the second moment once it is stable, which only training can tell; give --freeze-step"
         )
-    return StepTable.every_step(np.arange(rates.size) < config.freeze_step, refreshes=True)
+    full = np.zeros(steps, bool)
+    full[: config.freeze_step] = True
+    return StepTable.every_step(full, refreshes=True)
 
 
-def _bin_sgdm_steps(config: OptimizerConfig, schedule: Schedule, rates: NDArray[np.float64]) -> StepTable:
+def _bin_sgdm_steps(config: OptimizerConfig, schedule: Schedule, steps: int) -> StepTable:
     import numpy as np
 
-    return StepTable.every_step(np.zeros(rates.size, bool), refreshes=False)
+    return StepTable.every_step(np.zeros(steps, bool), refreshes=False)
 
 
 # Variants that ``megatron01 plan`` compares.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -20,6 +21,8 @@ from megatron01.cost.volume import (
     traffic,
 )
 from megatron01.errors import UserError
+from megatron01.optim import LRSchedule
+from megatron01.optim.policies import VariancePolicy, build_sync_policy
 
 WIRE = Wire(parameter_sizes=(4096, 8192, 2048), replicas=7, block_size=1024)
 OPTIMIZERS = ("zero_one_adam", "one_bit_adam", "adam", "bin_sgdm", "soft_sign_sgd", "sgdm")
@@ -100,27 +103,35 @@ def test_a_refresh_amid_local_steps_costs_both_exchanges_when_it_synchronizes() 
 
 
 @given(
-    policy=st.sampled_from(["schedule", "schedule:2", "every", "constant:2", "constant:5", "doubling:7,9"]),
+    text=st.sampled_from(["schedule", "schedule:2", "every", "constant:2", "constant:5", "doubling:7,9"]),
     style=st.sampled_from(["linear", "cosine", "exponential", "constant"]),
     kappa=st.integers(1, 6),
     freeze=st.integers(1, 80),
     warm_up=st.integers(0, 20),
     decay_end=st.integers(30, 90),
+    at_once=st.sampled_from([7, 1000]),
 )
 def test_bits_are_exchanged_unless_replicas_agree_anyway(
-    policy: str, style: str, kappa: int, freeze: int, warm_up: int, decay_end: int
+    text: str, style: str, kappa: int, freeze: int, warm_up: int, decay_end: int, at_once: int
 ) -> None:
-    run = plan(
-        train_iters=70,
-        sync_policy=policy,
-        lr_decay_style=style,
-        lr_decay_iters=decay_end,
-        lr_warmup_iters=warm_up,
-        variance_kappa=kappa,
-        variance_freeze_step=freeze,
-        lr_decay_interval=6,
-        lr_decay_rate=0.6,
-    )
+    with patch("megatron01.optim.specs.STEPS_AT_ONCE", at_once):
+        run = plan(
+            train_iters=70,
+            sync_policy=text,
+            lr_decay_style=style,
+            lr_decay_iters=decay_end,
+            lr_warmup_iters=warm_up,
+            variance_kappa=kappa,
+            variance_freeze_step=freeze,
+            lr_decay_interval=6,
+            lr_decay_rate=0.6,
+        )
+    policy = build_sync_policy(text, run.schedule, OptimizerConfig().max_sync_interval)
+    variance = VariancePolicy(kappa, freeze, policy)
+    steps = range(70)
+    assert run.synchronizes.tolist() == [policy.synchronizes(step) for step in steps]
+    assert run.interval.tolist() == [policy.interval(step) for step in steps]
+    assert run.refreshes.tolist() == [variance.refreshes(step) for step in steps]
     moved = -1  # the last step that moved the master weights
     previous = -1
     for step in range(run.steps):
@@ -134,6 +145,14 @@ def test_bits_are_exchanged_unless_replicas_agree_anyway(
         else:
             assert exchanged == 0
     assert run.synchronizes[-1]
+
+
+@pytest.mark.parametrize("policy", ["schedule:2", "every", "doubling:1000,5000"])
+def test_a_long_run_is_planned_without_a_look_at_each_step(policy: str) -> None:
+    with patch.object(LRSchedule, "lr", autospec=True, side_effect=LRSchedule.lr) as rate:
+        run = plan(train_iters=300_000, sync_policy=policy, lr_decay_style="cosine")
+        assert phase_of(run, 0, run.steps).bytes_sent == run.total_bytes > 0
+    assert rate.call_count < 1000
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
