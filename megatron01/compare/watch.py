@@ -282,10 +282,10 @@ def _schedule(run: Run, kind: str) -> str:
 
 
 def _traffic(run: Run) -> str:
-    sent, bits = float(run.bytes_sent[-1]), run.last("bits_per_parameter")
+    sent, rounds, bits = float(run.bytes_sent[-1]), run.rounds[-1], run.last("bits_per_parameter")
     if not sent:
         return ""
-    parts = [format_bytes(sent), f"{run.rounds[-1]:,.0f} rounds"]
+    parts = [format_bytes(sent), f"{rounds:,.0f} rounds" if rounds else ""]
     if bits > 0:
         parts.append(f"{bits:.3g} bit/param/step")
         if run.replicas and run.replicas > 1:

@@ -78,6 +78,13 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert max(map(len, lines_of(run.state(), 40))) <= 40 and not run.is_over
 
 
+def test_rounds_that_are_not_on_record_are_not_shown(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", text_of(5, comm_bytes=1000))
+    run = WatchedRun(folder)
+    run.poll()
+    assert dict(run.state())["sent"] == "1.00 kB"
+
+
 def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", text_of(5))
     heartbeat = Heartbeat(folder / "last_step.json", resumed_iteration=0)
