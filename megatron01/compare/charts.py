@@ -100,6 +100,12 @@ class Panel:
     charts: tuple[Chart, ...]
 
 
+TITLES = (
+    *("Sample-wise convergence", "Time-wise convergence", "Convergence by bytes sent", "Throughput"),
+    *("Volume", "Rounds", "Time share", "Schedules and compression"),
+)
+"""Of all panels that there may be, in their order."""
+
 STEPS = Axis("steps", "{:,.0f}".format)
 _short = "{:.3g}".format
 
@@ -111,6 +117,7 @@ def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = No
     shown: list[Panel] = []
 
     def panel(title: str, text: str, *charts: Chart) -> None:
+        assert title in TITLES
         if kept := tuple(chart for chart in charts if chart.has_content):
             shown.append(Panel(title, text, kept))
 
@@ -175,7 +182,7 @@ def panels(groups: Sequence[Group], summary: Summary, smoothing: int | None = No
         "Learning rate, synchronization, bytes and compression error over the run.",
         curves("lr", "Learning rate", plain, lambda run: run.column("lr")),
         curves("interval", title, doublings, lambda run: _positive(run.column("sync_interval")), is_stepped=True),
-        curves("bytes", "Bytes sent so far", total, lambda run: run.bytes_sent),
+        curves("bytes", "Bytes sent so far", total, lambda run: _positive(run.bytes_sent)),
         curves("compression_error", "Relative error of compression", lost, lambda run: run.column("compression_error")),
     )
     return shown

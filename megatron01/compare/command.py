@@ -193,9 +193,11 @@ def _notes_about(section: Section) -> list[str]:
 def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:
     """Write the page and, if asked for, a figure of each panel; returns their paths, the page's first.
 
-    Raises UserError if they cannot be written.
+    Figures of an earlier page in the folder are removed. Raises UserError if a file cannot be written or removed.
     """
     path = config.output / PAGE_NAME
+    figures = re.compile(rf"(\d+_)?({'|'.join(map(file_name, charts.TITLES))})\.png")
+    earlier = [file for file in config.output.glob("*.png") if figures.fullmatch(file.name)] if path.exists() else []
     with writing(f"--output {config.output}"):
         config.output.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page.render(config.title, parts, notes))
@@ -206,6 +208,9 @@ def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) ->
             for panel in part.panels:
                 files.append(config.output / f"{prefix}{file_name(panel.title)}.png")
                 charts.save(panel.charts, files[-1], title=f"{panel.title}: {part.section.title}")
+    with writing(f"--output {config.output}"):
+        for file in {*earlier} - {*files}:
+            file.unlink()
     return files
 
 

@@ -40,6 +40,26 @@ def test_the_page_the_pictures_and_the_table(compare: Any, tmp_path: Path) -> No
         assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<!doctype html>")
 
 
+def test_figures_of_an_earlier_comparison_do_not_stay_beside_the_page(compare: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    own = {"throughput.png", "notes.png", "3_notes.png"}
+    for name in own:  # a user's, whatever they are called: there is no page yet
+        (out / name).write_text("a user's")
+    a, b = write_run(tmp_path / "a", lines()), write_run(tmp_path / "b", lines(), model__num_layers=4)
+    quiet = write_run(tmp_path / "quiet", [{"iteration": step, "loss": 2.0} for step in (1, 2)])
+    compare(quiet)
+    drawn = {"sample_wise_convergence.png", "volume.png"}
+    assert {path.name for path in out.iterdir()} == own | drawn | {"index.html"}
+    compare(a, b)
+    assert {"1_throughput.png", "2_throughput.png"} < {path.name for path in out.iterdir()}
+    compare(quiet)
+    left = {"notes.png", "3_notes.png", "index.html"}
+    assert {path.name for path in out.iterdir()} == left | drawn
+    compare(quiet, "--no-png")
+    assert {path.name for path in out.iterdir()} == left
+
+
 def test_what_cannot_be_shown_is_said_and_the_rest_is_shown(compare: Any, tmp_path: Path) -> None:
     good = write_run(tmp_path / "good", lines())
     empty = write_run(tmp_path / "empty", "")
