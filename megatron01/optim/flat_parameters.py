@@ -210,29 +210,23 @@ class FlatParameters:
         """The blocks [first, last), cut where type or group changes; parameters in ``frozen`` have the group -1."""
         last = self.blocks.num_blocks if last is None else last
         size = self.blocks.block_size
-        for start, end, group, place, buffers in self._cut(frozen):
+        if self._cuts is None or self._cuts[0] != frozen:
+            groups = self._groups.copy()
+            groups[list(frozen)] = -1
+            of_block, found = groups[self.block_parameter], []
+            edges = [0, *(1 + np.flatnonzero(np.diff(of_block))).tolist(), of_block.size]
+            for edge, following in pairwise(edges):
+                for buffers, part in self._pieces(edge, following):
+                    count = (part.stop - part.start) // size
+                    found.append((edge, edge + count, int(of_block[edge]), part.start, buffers))
+                    edge += count
+            self._cuts = frozen, found
+        for start, end, group, place, buffers in self._cuts[1]:
             low, high = max(first, start), min(last, end)
             if low < high:
                 part = slice(place + (low - start) * size, place + (high - start) * size)
                 gradients = None if buffers.gradients is None else buffers.gradients[part]
                 yield Segment(low, high, slice(low * size, high * size), group, buffers.weights[part], gradients)
-
-    def _cut(self, frozen: frozenset[int]) -> list[tuple[int, int, int, int, _Buffers]]:
-        """All segments: first and last + 1 block, group, first element in their buffers, and those buffers."""
-        if self._cuts is None or self._cuts[0] != frozen:
-            groups = self._groups.copy()
-            groups[list(frozen)] = -1
-            of_block, found = groups[self.block_parameter], []
-            starts = [0, *(1 + np.flatnonzero(np.diff(of_block))).tolist(), of_block.size]
-            for first, last in pairwise(starts):
-                for own, start, end in self._in_whole(first, last):
-                    for buffers in self._buffers:
-                        a, b = max(start, buffers.first), min(end, buffers.last)
-                        if a < b:
-                            place = (a - buffers.first) * self.blocks.block_size
-                            found.append((own + a - start, own + b - start, int(of_block[first]), place, buffers))
-            self._cuts = frozen, found
-        return self._cuts[1]
 
     # Views of blocks, one piece for each type and range.
 
@@ -443,21 +437,15 @@ class FlatParameters:
             self._gathered = set() if blocks is None else self._gathered.union(indices)
 
     def zero_gradients(self, set_to_none: bool) -> None:
-        """Clear ``grad`` and ``main_grad``; with ``set_to_none``, also ``release_gradients``."""
+        """After ``grad`` has been cleared: clear ``main_grad``; with ``set_to_none``, ``release_gradients``."""
         self._summed[:] = False
         self._waiting, self._waiting_bytes = [], 0
-        for parameter in self.parameters:
-            tensor = parameter.tensor
-            main = getattr(tensor, "main_grad", None)
-            if main is not None:
-                if self.sums_in_fp32:
-                    del tensor.main_grad  # type: ignore[attr-defined]
-                else:
-                    main.zero_()
-            if set_to_none:
-                tensor.grad = None
-            elif tensor.grad is not None:
-                tensor.grad.zero_()
+        for tensor in self.tensors:
+            main: Tensor | None = getattr(tensor, "main_grad", None)
+            if main is not None and self.sums_in_fp32:
+                del tensor.main_grad  # type: ignore[attr-defined]
+            elif main is not None:
+                main.zero_()
         if set_to_none:
             self.release_gradients()
 

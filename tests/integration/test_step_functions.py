@@ -19,7 +19,7 @@ from tests.distributed.harness import run_ranks
 from tests.integration.tiny import gpt_config
 
 PACKAGE = Path(megatron01.__file__).parent
-MOST_FILES, MOST_FUNCTIONS = 29, 125
+MOST_FILES, MOST_FUNCTIONS = 29, 124
 """They may only sink: the goals are 15 and 70."""
 
 
