@@ -38,7 +38,7 @@ class StepTable:
     one_bit: NDArray[np.bool_]  # bool[steps], an exchange of bits; a step may make both exchanges, or none
     refreshes: NDArray[np.bool_]  # bool[steps], T_v: the second moment is refreshed with the averaged gradient
     synchronizes: NDArray[np.bool_]  # bool[steps], T_u: the master weights move
-    interval: NDArray[np.integer]  # int[steps], steps between two synchronizations that the policy asks for
+    interval: NDArray[np.integer[Any]]  # int[steps], steps between two synchronizations that the policy asks for
     frozen_from: int  # step from which the second moment is frozen; 0 without one, the number of steps if it never is
 
     @classmethod

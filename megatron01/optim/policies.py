@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,7 +75,7 @@ class SyncPolicy:
         self.synchronizes(step)  # looks at all of them
         return self._first_longer is not None and self._first_longer <= step
 
-    def table(self, steps: int) -> tuple[NDArray[np.integer], NDArray[np.bool_]]:
+    def table(self, steps: int) -> tuple[NDArray[np.integer[Any]], NDArray[np.bool_]]:
         """int[steps], ``interval``, and bool[steps], ``synchronizes``, if the interval never falls."""
         changes = [0]
         while changes[-1] < steps:
