@@ -1,4 +1,4 @@
-"""An optimizer from outside this package, as docs/optimizers.md shows it."""
+"""An optimizer from outside this package, as docs/extending.md shows it."""
 
 from __future__ import annotations
 
