@@ -599,6 +599,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             with self._whole.restoring_weights(), safety.warns_of_absent_replicas():
                 self._receive_delayed()
             self._weights_are_ahead = True
+        self._early.join()  # its stream may still compute checks, of buckets sent early
         self._topology.read_checks()
 
     def _receive_delayed(self) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron01.optim import flat_parameters
+from megatron01.optim import ZeroOneAdam, flat_parameters
 from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
 from megatron01.optim.overlap import EarlyStart, Opened
 
@@ -54,3 +54,11 @@ def test_buckets_go_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     sends = ["exchange waits for backward", "1 on exchange", "exchange waits for backward", "0 on exchange"]
     assert events == [*sends, "backward waits for exchange"]
     assert len(current) == 1
+
+
+def test_state_is_read_once_the_checks_of_buckets_sent_early_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = ZeroOneAdam([nn.Parameter(torch.ones(32))], 0.1)
+    found = torch.ones(1, dtype=torch.int32)  # which the stream of their exchange has yet to set to 0
+    optimizer._topology.world.verdicts.append(found)
+    monkeypatch.setattr(optimizer._early, "join", found.zero_)
+    optimizer.master_parameters()
