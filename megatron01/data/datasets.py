@@ -304,7 +304,7 @@ class SplitBuilder(ABC):
         Raises UserError if there is no text to train on, or a pair is missing, damaged, or of another kind.
         """
         datasets = {split: self._build_split(split, getattr(counts, split)) for split in SPLITS}
-        return Splits(**datasets, sources=tuple(self._split_sources), notes=tuple(self.notes))
+        return Splits(**datasets, sources=tuple(self._split_sources), notes=tuple(dict.fromkeys(self.notes)))
 
     def _build_split(self, split: str, num_samples: int) -> SampleDataset | None:
         if not num_samples:

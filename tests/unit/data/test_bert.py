@@ -143,6 +143,14 @@ def test_documents_with_long_sentences_are_left_out(write_pair: Callable[..., st
     assert "2 of 5 documents" in note and "more than 512 tokens" in note
 
 
+def test_a_blend_notes_them_once(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
+    long = [[10] * 513, [10] * 5]
+    some, none = write_pair([[[10] * 5, [11] * 5], long], "some"), write_pair([long], "none")
+    config = BertDataConfig(train_data_path=(some,), valid_data_path=(some, none), seq_length=SEQ_LENGTH)
+    notes = build_bert_datasets(config, bert_tokenizer, SampleCounts(3, 3), 1).notes
+    assert [note.split(" ", 1)[0] for note in notes] == ["1", "1", "the"]
+
+
 def test_unusable_data(
     config: BertDataConfig, write_pair: Callable[..., str], bert_tokenizer: Tokenizer, gpt2_tokenizer: Tokenizer
 ) -> None:
