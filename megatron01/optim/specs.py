@@ -79,8 +79,6 @@ def _zero_one_adam_arguments(config: PretrainConfig) -> dict[str, Any]:
 
 
 def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, steps: int) -> StepTable:
-    import numpy as np
-
     from megatron01.optim.policies import VariancePolicy, build_sync_policy
 
     sync_policy = build_sync_policy(config.sync_policy, schedule, config.max_sync_interval)
@@ -88,7 +86,7 @@ def _zero_one_adam_steps(config: OptimizerConfig, schedule: Schedule, steps: int
     interval, synchronizes = sync_policy.table(steps)
     frozen_from = config.variance_freeze_step
     if frozen_from is None:
-        frozen_from = int(np.searchsorted(interval, sync_policy.shortest, side="right"))
+        frozen_from = bisect.bisect_right(range(steps), sync_policy.shortest, key=sync_policy.interval)
     refreshes = variance_policy.table(steps, frozen_from)
     return StepTable(
         full=refreshes,
