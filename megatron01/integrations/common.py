@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron01.comm import ErrorPlace
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.safety import error_key, keep_gradients_local
+from megatron01.optim.safety import check_state_dict, error_key, keep_gradients_local
 from megatron01.utils.files import flush_to_disk, writing
 
 MARKER = "megatron01_state"
@@ -160,7 +160,8 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
 
 def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
     """The state of this replica; a portable one, the mean of all, if the number of replicas has changed."""
-    own = optimizer.state_dict()["owner"]
+    now = optimizer.state_dict()
+    own, x = now["owner"], now["replicated"]["x"]
     found = _saved(folder)
     if not found:
         raise UserError(f"{folder} holds no state of replicas (replica_0_of_N.pt); expected one that save_state wrote")
@@ -184,6 +185,12 @@ def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
         total = total or state
         if state["save"] != total["save"]:
             raise UserError(_different_saves(folder))
+        check_state_dict({**state, "portable": True}, own, optimizer.param_groups, x, optimizer.step_count)
+        if state["replicated"]["x"].numel() != x.numel():
+            raise UserError(
+                f"{folder} holds the state of {saved} processes, and this run has {own['world_size']}; expected as"
+                " many, and shard=True, as the saved optimizer was sharded"
+            )
         scales += [state["grad_scaler"]] if state.get("grad_scaler") else []
         buffers = dict(state["replica"])
         buffers.pop("scalars")

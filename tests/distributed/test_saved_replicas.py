@@ -14,7 +14,7 @@ from megatron01.comm.payload import digest
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.integrations import load_state, save_state
-from megatron01.optim import ZeroOneAdam, safety
+from megatron01.optim import BinSGDM, ZeroOneAdam, safety
 from megatron01.parallel import LaunchEnvironment, initialize
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_misuse import OPTIONS, SCHEDULE, error_of, new_model, train
@@ -100,6 +100,16 @@ def fingerprint_alone(folder: Path) -> str:
     return optimizer.fingerprint()
 
 
+def test_another_optimizer_cannot_average_what_replicas_saved(tmp_path: Path) -> None:
+    save_state(new_optimizer()[1], tmp_path)
+    for rank in range(2):
+        shutil.copy(tmp_path / "replica_0_of_1.pt", tmp_path / f"replica_{rank}_of_2.pt")
+    (tmp_path / "replica_0_of_1.pt").unlink()
+    assert error_of(load_state, new_optimizer()[1], tmp_path) == ""
+    other = BinSGDM(new_model().named_parameters(), SCHEDULE)
+    assert error_of(load_state, other, tmp_path) == "the state is one of ZeroOneAdam; expected one of BinSGDM"
+
+
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a file of torch"])
 def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "replica_0_of_1.pt").write_bytes(content)
@@ -156,3 +166,5 @@ def test_the_processes_of_a_node_save_a_shard_each(tmp_path: Path) -> None:
     assert all(saved == loaded for saved, loaded in found) and len({saved for saved, _ in found}) == 4
     (message,) = run_ranks(of_shards, 2, tmp_path, False, default_group=False)[0]
     assert "state of 4 processes" in message and "sharded" in message
+    message = error_of(fingerprint_alone, tmp_path)
+    assert "state of 4 processes" in message and "shard=True" in message
