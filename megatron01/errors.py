@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import difflib
 import errno
+import math
+import numbers
+import operator
 from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, Literal
@@ -67,6 +70,31 @@ def require(condition: bool, message: str) -> None:
     """Raise ``UserError`` with ``message`` where ``condition`` does not hold."""
     if not condition:
         raise UserError(message)
+
+
+def require_integer(name: str, value: int, *, least: int) -> int:
+    """``value`` as Python's own int.
+
+    Raises:
+        UserError: if it is none (8.0 is not), or below ``least``.
+    """
+    if not isinstance(value, numbers.Integral) or value < least:
+        raise UserError(f"{name} is {value}; expected an int of at least {least}")
+    return operator.index(value)
+
+
+def require_positive(name: str, value: float | None, *, none_is: str | None = None) -> None:
+    """Raises UserError if ``value`` is not a finite number above 0.
+
+    With ``none_is``, None is allowed as well; the text says in the message what it stands for.
+    """
+    if none_is is not None and value is None:
+        return
+    # numpy's numbers are Real, tensors are not: comparing those could be a host sync
+    if isinstance(value, numbers.Real) and 0.0 < float(value) < math.inf:
+        return
+    alternative = "" if none_is is None else f", or None for {none_is}"
+    raise UserError(f"{name} is {value}; expected a positive finite number{alternative}")
 
 
 def import_optional(module: str, user: str) -> Any:

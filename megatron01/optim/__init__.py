@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron01.optim.factory import PretrainOptimizer as PretrainOptimizer
     from megatron01.optim.factory import build_optimizer as build_optimizer
     from megatron01.optim.factory import weight_decay_groups as weight_decay_groups
-    from megatron01.optim.gradients import LossScaler as LossScaler
+    from megatron01.optim.loss_scaler import LossScaler as LossScaler
     from megatron01.optim.one_bit_adam import OneBitAdam as OneBitAdam
     from megatron01.optim.quantized_adam import QuantizedAdam as QuantizedAdam
     from megatron01.optim.report import StepKind as StepKind
@@ -33,7 +33,7 @@ _MODULES = {
     "Adam": "optim.adam",
     "BinSGDM": "optim.bin_sgdm",
     "LRSchedule": "optim.schedule",
-    "LossScaler": "optim.gradients",
+    "LossScaler": "optim.loss_scaler",
     "OneBitAdam": "optim.one_bit_adam",
     "OptimizerSpec": "config.registry",
     "PretrainOptimizer": "optim.factory",

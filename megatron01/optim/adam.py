@@ -20,8 +20,9 @@ from megatron01.comm.payload import digest
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
-from megatron01.optim.gradients import DeferredNorm, LossScaler, OverflowGuard, clip_coefficient
+from megatron01.optim.gradients import DeferredNorm, clip_coefficient
 from megatron01.optim.local_update import Multiplier
+from megatron01.optim.loss_scaler import LossScaler, OverflowGuard
 from megatron01.optim.report import DeferredReport, StepReport
 from megatron01.optim.safety import ranks_of, refuse_averaging, require_group
 from megatron01.optim.schedule import Schedule, TakesSchedule

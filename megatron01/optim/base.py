@@ -61,7 +61,7 @@ from megatron01.optim.flat_parameters import (
     named_parameters,
     parameter_masks,
 )
-from megatron01.optim.gradients import DeferredNorm, GradientSource, NormRatio, OverflowGuard, StepGradient
+from megatron01.optim.gradients import DeferredNorm, GradientSource, NormRatio, StepGradient
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.local_update import (
     ACCUMULATE_AND_SYNCHRONIZE,
@@ -76,6 +76,7 @@ from megatron01.optim.local_update import (
     SecondMoment,
     SinceSynchronization,
 )
+from megatron01.optim.loss_scaler import OverflowGuard
 from megatron01.optim.overlap import EarlyStart, Opened, Order
 from megatron01.optim.policies import StepPlan
 from megatron01.optim.report import DeferredReport, StepKind, StepReport

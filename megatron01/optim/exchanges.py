@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, OneBitAllReduce, Status
 from megatron01.comm.payload import CompressionNorms, PackedBlocks
 from megatron01.optim.flat_parameters import FlatParameters, mark_active
-from megatron01.optim.gradients import OverflowGuard, overflow_status, square_sums
-from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Kernels, LocalUpdate, Rule
+from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Kernels, LocalUpdate, Rule, square_sums
+from megatron01.optim.loss_scaler import OverflowGuard, overflow_status
 from megatron01.optim.overlap import Opened, Order
 from megatron01.optim.report import CompressionReport
 from megatron01.optim.settings import ModelShardRanks

@@ -13,7 +13,7 @@ from megatron01.config.registry import find_optimizer, load_class, own_arguments
 from megatron01.errors import UserError
 from megatron01.optim.adam import Adam
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.gradients import LossScaler
+from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments, ModelShardRanks
 from megatron01.utils.precision import DTYPES

@@ -1,41 +1,25 @@
-"""The gradient of a step: its norm, clipping and loss scale, and when training has diverged."""
+"""The gradient of a step: its mean over replicas, its norm, and clipping."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from megatron01.comm import Status
 from megatron01.comm.payload import PackedBlocks
-from megatron01.errors import UserError
+from megatron01.optim.exchanges import GradientMean
 from megatron01.optim.flat_parameters import FlatParameters
-from megatron01.optim.local_update import Kernels, Multiplier
-from megatron01.optim.report import TrainingDiverged
+from megatron01.optim.local_update import Kernels, Multiplier, square_sums
+from megatron01.optim.loss_scaler import overflow_status
 from megatron01.optim.safety import SameDataWatch
-from megatron01.optim.schedule import integer
-from megatron01.optim.settings import ModelShardRanks, require_positive
-
-if TYPE_CHECKING:
-    from megatron01.optim.exchanges import GradientMean
-    from megatron01.optim.zero import ShardedReplica
+from megatron01.optim.settings import ModelShardRanks
+from megatron01.optim.zero import ShardedReplica
 
 _SMALL = 1e-6
-
-
-def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -> torch.Tensor:
-    """fp32[last - first]: sum of squares of the gradients in each of the blocks [first, last)."""
-    size = flat.blocks.block_size
-    sums = []
-    for segment in flat.segments(first, last):
-        assert segment.gradients is not None
-        sums.append(kernels.sum_squares(segment.gradients, size))
-    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
@@ -66,11 +50,6 @@ def add_up(square_sums: torch.Tensor) -> torch.Tensor:
         total[: remaining - half].add_(total[half:remaining])
         remaining = half
     return total[0]
-
-
-def overflow_status(number: torch.Tensor) -> torch.Tensor:
-    """fp32, shaped like ``number``, on its device: ``Status.OVERFLOW`` where it is not finite, else ``Status.OK``."""
-    return (number - number).ne(0.0).float()  # inf - inf and NaN - NaN are NaN; True becomes 1.0, OVERFLOW
 
 
 class DeferredNorm:
@@ -280,160 +259,3 @@ class GradientSource:
             overflow_here = True
         multiplier = inverse_scale * clip_coefficient(norm, self._max_norm)
         return StepGradient(math.isfinite(norm), multiplier, norm, status, overflow_here, packed)
-
-
-class LossScaler:
-    """Doubles the scale after ``window`` good steps in a row and halves it after ``hysteresis`` overflows.
-
-    The hysteresis is only restored when the scale grows: once it is used up, every further overflow halves the scale.
-    Each replica has its own scaler. ``constant`` fixes the scale.
-
-    Attributes:
-        scale: factor on the loss; a power of two when dynamic and started as one.
-        was_read: True if a dynamic scale has been read; always True for a constant one.
-
-    Raises:
-        UserError: if an argument is out of its range, or ``initial`` below ``minimum``.
-    """
-
-    def __init__(
-        self,
-        *,
-        initial: float = 2.0**16,
-        minimum: float = 1.0,
-        window: int = 1000,
-        hysteresis: int = 2,
-        constant: float | None = None,
-    ) -> None:
-        require_positive("LossScaler: initial", initial)
-        require_positive("LossScaler: minimum", minimum)
-        require_positive("LossScaler: constant", constant, none_is="a dynamic scale")
-        if constant is None and minimum > initial:
-            raise UserError(f"min_loss_scale {minimum} is above initial_loss_scale {initial}")
-        self._scale = initial if constant is None else constant
-        self._is_dynamic = constant is None
-        self.was_read = not self._is_dynamic
-        self._minimum = minimum
-        self._window = integer("LossScaler: window", window, least=1)
-        self._hysteresis = integer("LossScaler: hysteresis", hysteresis, least=1)
-        self._good_steps = 0
-        self._overflows_left = self._hysteresis
-
-    @property
-    def scale(self) -> float:
-        self.was_read = True
-        return self._scale
-
-    def update(self, overflow: bool) -> None:
-        """Update the scale after one step."""
-        if not self._is_dynamic:
-            return
-        if overflow:
-            self._good_steps = 0
-            self._overflows_left -= 1
-            if self._overflows_left <= 0:
-                self._scale = max(self._scale / 2, self._minimum)
-            return
-        self._good_steps += 1
-        if self._good_steps >= self._window:  # above it where a loaded state comes from a run with a longer window
-            self._good_steps = 0
-            self._overflows_left = self._hysteresis
-            self._scale *= 2
-
-    def state(self) -> list[float]:
-        """State for ``load_state``: scale, good steps, and overflows left."""
-        return [self._scale, float(self._good_steps), float(self._overflows_left)]
-
-    def load_state(self, state: list[float]) -> None:
-        """Load ``state``, limited by this scaler's settings, which may differ from those it was saved with.
-
-        No-op for a constant scale, and for a saved scale of 0, which is that of a run without loss scaling.
-        """
-        if state[0] == 0.0 or not self._is_dynamic:
-            return
-        self._scale = max(state[0], self._minimum)
-        self._good_steps = int(state[1])
-        self._overflows_left = min(int(state[2]), self._hysteresis)
-
-
-class OverflowGuard:
-    """The loss scale of a replica and its number of consecutive skipped steps.
-
-    Args:
-        loss_scaler: for fp16; None for no loss scaling.
-        max_skipped_steps: consecutive skipped steps after which training has diverged.
-        on_norm: called with each deferred norm, once it is known.
-    """
-
-    def __init__(
-        self,
-        loss_scaler: LossScaler | None,
-        max_skipped_steps: int,
-        on_norm: Callable[[float], object] = lambda norm: None,
-    ) -> None:
-        self.loss_scaler = loss_scaler
-        self._max_skipped_steps = max_skipped_steps
-        self._skipped_in_a_row = 0
-        self._deferred: tuple[DeferredNorm, bool] | None = None
-        self._on_norm = on_norm
-
-    @property
-    def loss_scale(self) -> float:
-        """Factor on the loss; 1 without a loss scaler."""
-        if self.loss_scaler is None:
-            return 1.0
-        self._catch_up()
-        return self.loss_scaler.scale
-
-    def status(self, own: Status | torch.Tensor = Status.OK) -> Status | torch.Tensor:
-        """Status to send to the other replicas: GIVING_UP if too many steps in a row were skipped, else ``own``.
-
-        ``own`` is that of this replica's gradient (fp32[] if a tensor).
-        """
-        self._catch_up()
-        return Status.GIVING_UP if self._skipped_in_a_row >= self._max_skipped_steps else own
-
-    def record(self, *, overflow_here: bool, skipped: bool) -> None:
-        """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""
-        self._catch_up()
-        if self.loss_scaler is not None and (overflow_here or not skipped):
-            self.loss_scaler.update(overflow_here)
-        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-
-    def record_deferred(self, norm: DeferredNorm, *, called_off: bool = False) -> None:
-        """Record a step with a deferred norm; it is read when the guard's state is next needed.
-
-        That is at the next step's end at the latest. By then that step's passes are queued, so the host sync does not
-        leave the device idle. ``called_off``: the step was called off, whatever this replica's gradient.
-        """
-        self._catch_up()
-        self._deferred = norm, called_off
-
-    def _catch_up(self) -> None:
-        deferred, self._deferred = self._deferred, None
-        if deferred is not None:
-            norm, called_off = float(deferred[0]), deferred[1]
-            self._on_norm(norm)
-            overflow = not math.isfinite(norm)
-            self.record(overflow_here=overflow, skipped=overflow or called_off)
-
-    def diverged(self, step: int) -> TrainingDiverged:
-        """The error to raise at ``step``."""
-        return TrainingDiverged(
-            f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
-            f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data",
-            is_here=self.status() is Status.GIVING_UP,
-        )
-
-    def scalars(self) -> list[float]:
-        """Numbers from which ``load_scalars`` continues."""
-        self._catch_up()
-        scaler = [0.0, 0.0, 0.0] if self.loss_scaler is None else self.loss_scaler.state()
-        return [float(self._skipped_in_a_row), *scaler]
-
-    def load_scalars(self, scalars: Iterator[float]) -> None:
-        self._deferred = None
-        self._skipped_in_a_row = int(next(scalars))
-        state = list(islice(scalars, 3))
-        if self.loss_scaler is not None:
-            self.loss_scaler.load_state(state)

@@ -38,9 +38,8 @@ import torch
 from torch import Tensor
 
 from megatron01.comm.payload import Packed, PackedBlocks
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require_positive
 from megatron01.optim.flat_parameters import FlatParameters
-from megatron01.optim.settings import require_positive
 
 
 class Rule(IntEnum):
@@ -228,6 +227,16 @@ class Kernels(Protocol):
 
     def update(self, phase: Phase, numbers: Numbers, slices: Slices) -> None:
         """Run ``phase`` in place; see the module's docstring."""
+
+
+def square_sums(flat: FlatParameters, kernels: Kernels, first: int, last: int) -> Tensor:
+    """fp32[last - first]: sum of squares of the gradients in each of the blocks [first, last)."""
+    size = flat.blocks.block_size
+    sums = []
+    for segment in flat.segments(first, last):
+        assert segment.gradients is not None
+        sums.append(kernels.sum_squares(segment.gradients, size))
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 class SecondMoment:

@@ -16,11 +16,11 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from megatron01.comm.kernels.specification import block_sums
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require_integer
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan
-from megatron01.optim.schedule import Schedule, integer
+from megatron01.optim.schedule import Schedule
 from megatron01.optim.settings import CommonArguments, quantizer_of
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class OneBitAdam(FlatOptimizer):
         **common: Unpack[CommonArguments],
     ) -> None:
         if freeze_step is not None:
-            freeze_step = integer("freeze_step", freeze_step, least=1)
+            freeze_step = require_integer("freeze_step", freeze_step, least=1)
         if not 0.0 < freeze_ratio <= 1.0:
             raise UserError(f"freeze_ratio is {freeze_ratio}; expected a number in (0, 1]")
         self._v = SecondMoment(betas[1], eps=eps, bias_correction=variance_bias_correction, step_bound=step_bound)

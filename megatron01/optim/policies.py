@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron01.errors import UserError, nearest
-from megatron01.optim.schedule import Schedule, integer
+from megatron01.errors import UserError, nearest, require_integer
+from megatron01.optim.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,10 @@ class VariancePolicy:
     """
 
     def __init__(self, kappa: int, freeze_step: int | None, sync_policy: SyncPolicy) -> None:
-        self._kappa = integer("variance_kappa", kappa, least=1)
-        self._freeze_step = None if freeze_step is None else integer("variance_freeze_step", freeze_step, least=1)
+        self._kappa = require_integer("variance_kappa", kappa, least=1)
+        self._freeze_step = (
+            None if freeze_step is None else require_integer("variance_freeze_step", freeze_step, least=1)
+        )
         self._sync_policy = sync_policy
         if not self.refreshes(0):
             raise UserError(
@@ -169,7 +171,7 @@ def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncP
     Raises:
         UserError: if it names none, or ``max_interval`` is not an int of at least 1.
     """
-    max_interval = integer("max_sync_interval", max_interval, least=1)
+    max_interval = require_integer("max_sync_interval", max_interval, least=1)
     name, _, rest = text.partition(":")
     try:
         numbers = [int(part) for part in rest.split(",")] if rest else []

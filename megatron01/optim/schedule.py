@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -283,14 +282,3 @@ def build_schedule(config: OptimizerConfig, train_iters: int) -> LRSchedule:
         wsd_decay_steps=config.lr_wsd_decay_iters,
         wsd_decay_style=config.lr_wsd_decay_style,
     )
-
-
-def integer(name: str, value: int, *, least: int) -> int:
-    """``value`` as Python's own int.
-
-    Raises:
-        UserError: if it is none (8.0 is not), or below ``least``.
-    """
-    if not isinstance(value, numbers.Integral) or value < least:
-        raise UserError(f"{name} is {value}; expected an int of at least {least}")
-    return operator.index(value)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -16,27 +14,10 @@ import torch.distributed as dist
 from megatron01.comm import Status, Topology
 from megatron01.comm.payload import digest
 from megatron01.comm.transport import read_checked
-from megatron01.errors import UserError
-from megatron01.optim.schedule import integer
+from megatron01.errors import UserError, require_integer, require_positive
+from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
+from megatron01.optim.loss_scaler import LossScaler
 from megatron01.utils.precision import DTYPES
-
-if TYPE_CHECKING:
-    from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
-    from megatron01.optim.gradients import LossScaler
-
-
-def require_positive(name: str, value: float | None, *, none_is: str | None = None) -> None:
-    """Raises UserError if ``value`` is not a finite number above 0.
-
-    With ``none_is``, None is allowed as well; the text says in the message what it stands for.
-    """
-    if none_is is not None and value is None:
-        return
-    # numpy's numbers are Real, tensors are not: comparing those could be a host sync
-    if isinstance(value, numbers.Real) and 0.0 < float(value) < math.inf:
-        return
-    alternative = "" if none_is is None else f", or None for {none_is}"
-    raise UserError(f"{name} is {value}; expected a positive finite number{alternative}")
 
 
 def quantizer_of(compressor: str) -> Literal["sign", "none"]:
@@ -174,10 +155,10 @@ class CommonSettings:
             raise UserError(
                 "shard is set and masks are given, which a sharded optimizer does not follow; leave one out"
             )
-        integer("max_skipped_steps", self.max_skipped_steps, least=1)
+        require_integer("max_skipped_steps", self.max_skipped_steps, least=1)
         if self.bucket_elements is not None:
-            integer("bucket_elements", self.bucket_elements, least=1)
-        integer("watch_interval", self.watch_interval, least=0)
+            require_integer("bucket_elements", self.bucket_elements, least=1)
+        require_integer("watch_interval", self.watch_interval, least=0)
         if self.gradient_wire_dtype not in (None, "4bit", "8bit", *DTYPES.values()):
             raise UserError(
                 f"gradient_wire_dtype is {self.gradient_wire_dtype}; expected torch.float32, torch.bfloat16, "

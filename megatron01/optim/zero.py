@@ -22,8 +22,8 @@ from megatron01.comm.transport import Transport, read_checked
 from megatron01.errors import UserError
 from megatron01.optim.exchanges import GradientMean
 from megatron01.optim.flat_parameters import FlatParameters
-from megatron01.optim.gradients import OverflowGuard
 from megatron01.optim.local_update import Kernels
+from megatron01.optim.loss_scaler import OverflowGuard
 from megatron01.optim.overlap import Order
 from megatron01.optim.settings import ModelShardRanks
 

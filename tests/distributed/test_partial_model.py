@@ -14,7 +14,7 @@ from torch import nn
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
-from megatron01.optim.gradients import LossScaler
+from megatron01.optim.loss_scaler import LossScaler
 from megatron01.optim.settings import ModelShardRanks
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
 from tests.distributed.harness import run_ranks

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from megatron01.comm import Status
 from megatron01.optim import LossScaler
-from megatron01.optim.gradients import DeferredNorm, OverflowGuard, add_up, clip_coefficient, overflow_status
+from megatron01.optim.gradients import DeferredNorm, add_up, clip_coefficient
 from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import LOCAL, WRITE_WEIGHTS, Rule
+from megatron01.optim.loss_scaler import OverflowGuard, overflow_status
 from megatron01.optim.report import StepReport
 from tests.unit.optim.updates import BF16, FP32, coefficients, problem
 

@@ -19,10 +19,20 @@ from megatron01.comm.payload import PackedBlocks, PackedFormat
 from megatron01.errors import UserError
 from megatron01.optim import SGDM, BinSGDM, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from megatron01.optim.flat_parameters import FlatParameters, NamedParameter, mark_active
-from megatron01.optim.gradients import add_up, overflow_status, square_sums
+from megatron01.optim.gradients import add_up
 from megatron01.optim.kernels.cpu import CPUKernels
 from megatron01.optim.kernels.specification import TorchKernels
-from megatron01.optim.local_update import LOCAL, SYNCHRONIZE, WRITE_WEIGHTS, Coefficients, Kernels, Rule, Slices
+from megatron01.optim.local_update import (
+    LOCAL,
+    SYNCHRONIZE,
+    WRITE_WEIGHTS,
+    Coefficients,
+    Kernels,
+    Rule,
+    Slices,
+    square_sums,
+)
+from megatron01.optim.loss_scaler import overflow_status
 from tests.triton_setup import DEVICE, has_triton
 from tests.unit.optim.updates import BF16, FP16, FP32, MIXED, PHASES, Problem, assert_same, coefficients, problem
 
