@@ -18,6 +18,7 @@ from megatron01.config import CheckpointConfig
 from megatron01.config.yaml_files import flat_settings, load_plain_yaml, parse_plain_yaml
 from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
+from megatron01.utils.files import writing
 
 
 def load_checkpoint(
@@ -136,6 +137,25 @@ def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, l
                 "give --load auto to go on from there, or another --save"
             )
     return start, notes
+
+
+def go_back_to(folder: Path, iteration: int, config: CheckpointConfig, group: ReplicaGroup) -> list[str]:
+    """Name a checkpoint the newest of ``folder`` if a run that goes on from it saves there. Collective.
+
+    ``--load auto`` then goes on from it, too, rather than from later checkpoints, which are not deleted; returns a note
+    on those.
+    """
+    with failing_together(group, "naming the checkpoint to go on from"):
+        if group.is_first and config.save is not None and Path(config.save).resolve() == folder.resolve():
+            later = [saved for saved in manifest.iterations(folder) if saved > iteration]
+            if later and manifest.iteration_path(config.load or "") is not None:
+                with writing(folder / manifest.TRACKER_NAME):
+                    manifest.write_tracker(folder, iteration)
+                return [
+                    f"{folder} holds later checkpoints, up to iteration {later[0]}: --load auto now goes on from"
+                    f" {iteration}; this run replaces those of the iterations at which it saves, so delete the others"
+                ]
+    return []
 
 
 def _newest_saved(folder: Path) -> tuple[int | None, str | None]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint.load import choose_start, roll_back
+from megatron01.checkpoint.load import choose_start, go_back_to, roll_back
 from megatron01.checkpoint.reshard import Readers
 from megatron01.checkpoint.save import CheckpointWriter
 from megatron01.comm.kernels import triton_serves
@@ -246,6 +246,7 @@ class Trainer:
         self._changed_settings: list[str] = []
         if start is not None:
             self.load(*start)
+            self._start_notes += go_back_to(*start, config.checkpoint, group)
         elif config.checkpoint.pretrained_checkpoint is not None:
             folder = config.checkpoint.pretrained_checkpoint
             self._start_notes += start_from_weights(self.optimizer, self.shard, folder, config.data, group)
@@ -469,7 +470,9 @@ class Trainer:
             )
         self.checkpoints.wait()
         folder = Path(self.config.checkpoint.save or "")
-        iteration = roll_back(folder, self.iteration - self.config.logging.log_interval, self.group)
+        latest, saved = self.iteration - self.config.logging.log_interval, self.checkpoints.saved_iteration
+        # not to later ones of a run from which this one has gone back
+        iteration = roll_back(folder, latest if saved is None else min(latest, saved), self.group)
         self._roll_backs += 1
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
         self.load(folder, iteration)

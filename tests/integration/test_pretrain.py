@@ -288,6 +288,26 @@ def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimi
     assert_same_state(iteration_folder(tmp_path / "saved", 24), iteration_folder(tmp_path / "saved2", 24))
 
 
+def go_back_and_roll_back(rank, world_size, config, branch):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
+        pretrain(branch, GPT.build_datasets, GPT.build_model, spoiled(GPT, 7, 8))
+    return output.getvalue()
+
+
+def test_a_run_that_goes_back_rolls_back_to_its_own_checkpoints(corpus, tmp_path):
+    saved = tmp_path / "saved"
+    config = gpt_config(corpus, save=str(saved), save_interval=6, train_iters=12, log_interval=2)
+    branch = with_settings(
+        config, load=str(saved / "iter_0000006"), save_interval=5, train_iters=16, on_loss_spike="roll_back"
+    )
+    # steps 13 and 14: checkpoint 10 is the branch's, 12 is not
+    output, _ = run_ranks(go_back_and_roll_back, 2, config, branch)
+    assert "holds later checkpoints, up to iteration 12: --load auto now goes on from 6" in output
+    assert "rolled back from iteration 14 to 10" in output
+
+
 def test_a_full_disk_on_the_way_is_a_warning_and_at_the_end_an_error(corpus, tmp_path):
     folder = tmp_path / "saved"
     config = gpt_config(corpus, save=str(folder), save_interval=5, train_iters=12, run_dir=str(tmp_path / "run"))

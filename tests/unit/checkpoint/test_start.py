@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron01.checkpoint.load import choose_start, starting_point
+from megatron01.checkpoint.load import choose_start, go_back_to, starting_point
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
@@ -61,6 +61,23 @@ def test_stops_where_one_is_named(folder, group):
     flip_bit(iteration_folder(folder, 30) / "rank_00000.safetensors", 300)
     with pytest.raises(UserError, match=r"iter_0000030.*damaged"):
         choose_start(config(folder, save=None, load=str(folder / "iter_0000030")), group)
+
+
+def test_auto_goes_on_from_where_a_run_went_back_to(folder, group):
+    named = config(folder, load=str(folder / "iter_0000010"))
+    (note,) = go_back_to(folder, 10, named, group)
+    assert "up to iteration 30" in note and "goes on from 10" in note
+    assert choose_start(config(folder), group) == ((folder, 10), [])
+
+
+@pytest.mark.parametrize("load", ["auto", "iter_0000030", "iter_0000010"])
+def test_nothing_changes_where_no_run_goes_back(folder, tmp_path_factory, group, load):
+    other = tmp_path_factory.mktemp("other")  # a run that saves elsewhere
+    save_to = other if load == "iter_0000010" else folder
+    named = config(folder, save=str(save_to), load=load if load == "auto" else str(folder / load))
+    start, _ = choose_start(named, group)
+    assert go_back_to(*start, named, group) == []
+    assert choose_start(config(folder), group) == ((folder, 30), [])
 
 
 @pytest.mark.parametrize("content", [None, "", "\x00\x00", "40", "0"])
