@@ -1047,13 +1047,20 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         """
         own = safety.owner(self, self._world, self._whole)
         safety.check_state_dict(state_dict, own, self.param_groups, self._local.x, self.step_count)
+        self._whole.check_unchanged()  # parameters with new storage become views again
+        before = [dict(group) for group in self.param_groups]
         for own_group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own_group.update({key: given[key] for key in ("weight_decay", "lr_scale")})
-        self._whole.check_unchanged()  # parameters with new storage become views again
-        if portable := state_dict.get("portable"):
-            self.load_average(state_dict["replicated"], portable["average"], portable["errors"], portable["scalars"])
-        else:
-            self.load_state(state_dict["replicated"], state_dict["replica"])
+        replicated, portable = state_dict["replicated"], state_dict.get("portable")
+        try:
+            if portable:
+                self.load_average(replicated, portable["average"], portable["errors"], portable["scalars"])
+            else:
+                self.load_state(replicated, state_dict["replica"])
+        except UserError:
+            for own_group, group in zip(self.param_groups, before, strict=True):
+                own_group.update(group)
+            raise
 
     def _own_scalars(self) -> list[float]:
         """Scalars of the state beside step count, overflow guard and delay; subclasses add theirs."""

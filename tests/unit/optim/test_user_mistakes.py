@@ -418,10 +418,11 @@ def test_a_state_of_which_a_part_does_not_fit_changes_nothing() -> None:
         state = copy.deepcopy(trained(2).state_dict())
         del state["replica"][part]
         state["replica"] |= replaced
+        state["param_groups"][0]["weight_decay"] = 0.5
         before = optimizer.fingerprint()
         with pytest.raises(UserError, match=f"'{part}'"):
             optimizer.load_state_dict(state)
-        assert optimizer.fingerprint() == before
+        assert optimizer.fingerprint() == before and optimizer.param_groups[0]["weight_decay"] != 0.5
 
 
 def trained(steps: int) -> ZeroOneAdam:
