@@ -198,6 +198,7 @@ class SavedRun:
                 "meter": self.meter.state_dict(),
                 "data_order": vars(self.data.order),
                 "health": self.health.state(),
+                "replica": self._replica,
                 SHARES: state.shares,
             },
         )
@@ -221,7 +222,9 @@ class SavedRun:
         with failing_together(group, "loading the checkpoint"):
             if is_same:
                 is_there = own.keys() <= read_header(checkpoint / file_of_rank(group.rank)).keys()
-                is_same = is_there and saved.replicas[group.rank].get(SHARES) == state.shares
+                values = saved.replicas[group.rank]
+                is_same = is_there and values.get(SHARES) == state.shares
+                is_same = is_same and values.get("replica", self._replica) == self._replica
         notes = []
         if group.any(not is_same):
             averaged, go_on = state.averaged()
@@ -247,6 +250,12 @@ class SavedRun:
         if self.data.order.first_sample == saved.consumed_samples:
             changed.append("the order of the training samples, which are now taken from the first on")
         return saved, notes, changed
+
+    @property
+    def _replica(self) -> int:
+        """Number of the replica whose momentum and accumulated step this process holds; the processes of one agree."""
+        by_node = self.config.distributed.replica == "node"
+        return self.group.nodes.index(self.group.node) if by_node else self.shard.ranks.replica
 
     def _named_state(self) -> NamedState:
         return NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size)

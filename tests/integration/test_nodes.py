@@ -10,8 +10,8 @@ import torch
 from megatron01.config import DistributedConfig
 from megatron01.convert.native import read_checkpoint
 from tests.distributed.harness import run_ranks
-from tests.integration.runs import run_each
-from tests.integration.tiny import assert_same_state, gpt_config, read_lines
+from tests.integration.runs import run_and_read, run_each
+from tests.integration.tiny import assert_same_state, gpt_config, read_lines, stored_state, with_settings
 
 MODES = {
     "flat": DistributedConfig(hierarchical="off"),
@@ -48,6 +48,32 @@ def test_nodes_exchange_less_and_learn_as_well(corpus, tmp_path):
     # of 2 x 3/4 of a buffer, a flat exchange sends 2/3 to the other node; a hierarchical one a half of one half, twice
     assert between["hierarchical"] == pytest.approx(between["flat"] / 2, rel=0.1)
     assert between["node replicas"] == pytest.approx(between["hierarchical"], rel=0.1)
+
+
+IN_FULL_PRECISION = {"compressor": "none", "gradient_wire_dtype": "fp32"}  # without error feedback
+
+
+@pytest.mark.parametrize(("mode", "settings"), [("hierarchical", {}), ("flat", IN_FULL_PRECISION)])
+def test_replicas_that_become_one_go_on_from_their_average(corpus, tmp_path, mode, settings):
+    """From step 13, between two synchronizations: the processes of a node had momenta of their own."""
+    config = gpt_config(corpus, eval_iters=0, **settings, run_dir=str(tmp_path / "run"))
+    before = dataclasses.replace(
+        with_settings(config, save=str(tmp_path / "before"), save_interval=13), distributed=MODES[mode]
+    )
+    load = str(tmp_path / "before" / "iter_0000013")
+    after = dataclasses.replace(
+        with_settings(config, load=load, save=str(tmp_path / "after"), save_interval=14),
+        distributed=MODES["node replicas"],
+    )
+    assert run_ranks(run_each, 4, [before], local_world_size=2) == [[None]] * 4
+    (message, printed), *_ = run_ranks(run_and_read, 4, after, local_world_size=2)
+    assert message is None
+    state = stored_state(tmp_path / "after" / "iter_0000014")
+    own = {name for name in state if "/m." in name}
+    for first, second in (("rank_00000", "rank_00001"), ("rank_00002", "rank_00003")):
+        pairs = [(name, name.replace(first, second)) for name in own if name.startswith(first)]
+        assert pairs and all(torch.equal(state[one], state[other]) for one, other in pairs)
+    assert "WARNING: the checkpoint is of 4 replica(s) in another arrangement than this run's" in printed
 
 
 @pytest.mark.slow
