@@ -177,11 +177,11 @@ def _check(checkpoint: Path, group: ReplicaGroup) -> None:
         manifest.check_contents(checkpoint, metadata.files, largest_first[group.rank :: group.world_size])
 
 
-def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
+def roll_back(folder: Path, latest: int, group: ReplicaGroup, *, first_sample: int = 0) -> int:
     """Roll back to the newest intact checkpoint of at most ``latest`` steps, and delete all later ones. Collective.
 
     Returns its iteration. The tracker file names it before others are deleted. Raises UserError on every rank, if there
-    is none; nothing is then removed.
+    is none, or if it is of before ``first_sample``, the first of the present order; nothing is then removed.
     """
     with failing_together(group, "looking for a checkpoint"):
         candidates = [saved for saved in manifest.iterations(folder) if saved <= latest]
@@ -194,6 +194,11 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup) -> int:
             scope="job",
         )
     with failing_together(group, "rolling back"):
+        if manifest.read_metadata(manifest.existing_folder(folder, iteration)).consumed_samples < first_sample:
+            raise UserError(
+                f"the last checkpoint in {folder} to roll back to is of iteration {iteration}, from before the order of"
+                " the training samples changed; lower the learning rate, or undo what else was changed"
+            )
         if group.is_first:
             try:
                 manifest.write_tracker(folder, iteration)

@@ -471,8 +471,9 @@ class Trainer:
         self.checkpoints.wait()
         folder = Path(self.config.checkpoint.save or "")
         latest, saved = self.iteration - self.config.logging.log_interval, self.checkpoints.saved_iteration
-        # not to later ones of a run from which this one has gone back
-        iteration = roll_back(folder, latest if saved is None else min(latest, saved), self.group)
+        if saved is not None:  # later ones are of a run from which this one has gone back
+            latest = min(latest, saved)
+        iteration = roll_back(folder, latest, self.group, first_sample=self.data.order.first_sample)
         self._roll_backs += 1
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
         self.load(folder, iteration)

@@ -308,6 +308,34 @@ def test_a_run_that_goes_back_rolls_back_to_its_own_checkpoints(corpus, tmp_path
     assert "rolled back from iteration 14 to 10" in output
 
 
+def go_on_into_a_spike(rank, world_size, config, resumed):
+    parts = (GPT.build_datasets, GPT.build_model)
+    pretrain(config, *parts, GPT.forward_step)
+    with pytest.raises(UserError) as caught:
+        pretrain(resumed, *parts, spoiled(GPT, 1, 2))
+    return str(caught.value)
+
+
+def test_no_roll_back_to_samples_of_another_order(corpus, tmp_path):
+    """A second phase with shorter sequences begins with a spike: the checkpoint before it is of the first phase."""
+    config = gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        load="auto",
+        run_dir=str(tmp_path / "run"),
+        save_interval=5,
+        log_interval=2,
+        on_loss_spike="roll_back",
+        eval_iters=0,
+        train_iters=15,
+    )
+    resumed = with_settings(config, seq_length=16, train_iters=20)
+    first, second = run_ranks(go_on_into_a_spike, 2, config, resumed)
+    assert first == second and "\n" not in first
+    assert "iteration 10" in first and "before the order of the training samples changed" in first
+    assert read_tracker(tmp_path / "saved") == 15 and iteration_folder(tmp_path / "saved", 15).exists()
+
+
 def test_a_full_disk_on_the_way_is_a_warning_and_at_the_end_an_error(corpus, tmp_path):
     folder = tmp_path / "saved"
     config = gpt_config(corpus, save=str(folder), save_interval=5, train_iters=12, run_dir=str(tmp_path / "run"))
