@@ -139,7 +139,7 @@ class OneBitAdam(FlatOptimizer):
 
     def _load_own_scalars(self, scalars: Iterator[float]) -> None:
         freeze_step = next(scalars)
-        if self._automatic:
-            self._freeze_step = freeze_step if math.isinf(freeze_step) else int(freeze_step)
+        if self._automatic:  # one that is still to come was a setting of the run before
+            self._freeze_step = int(freeze_step) if freeze_step <= self.step_count else math.inf
         self._norms = np.fromiter(islice(scalars, _CHECKS), np.float64)
         super()._load_own_scalars(scalars)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -84,3 +86,15 @@ def test_same_trajectory_as_the_float64_reference(replayed: dict[str, list[Trace
 def test_the_specification_follows_the_reference_too() -> None:
     for name, traces in REPLAYS.run(2, backend="reference").items():
         assert {trace.frozen_since for trace in traces} == {REPLAYS.compare(name, traces).frozen_since}
+
+
+@pytest.mark.parametrize(("freeze_step", "frozen_since"), [(2, 2), (12, None)])
+def test_without_a_freeze_step_one_still_to_come_is_given_up(freeze_step: int, frozen_since: int | None) -> None:
+    weights = torch.nn.Parameter(torch.ones(64))
+    optimizer = OneBitAdam([weights], COSINE, freeze_step=freeze_step)
+    for _ in range(4):
+        weights.grad = torch.ones(64)
+        optimizer.step()
+    automatic = OneBitAdam([torch.nn.Parameter(torch.ones(64))], COSINE)
+    automatic.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert automatic.step_count == 4 and automatic.frozen_since == frozen_since
