@@ -220,6 +220,10 @@ class SavedRun:
         is_same = current.world_size == saved.world_size
         is_same = is_same and current.tensor_model_parallel_size == saved.tensor_model_parallel_size
         with failing_together(group, "loading the checkpoint"):
+            changed = changed_settings(checkpoint, dump_yaml(self.config))
+            heads = [change for change in changed if change.startswith("model.num_attention_heads: ")]
+            if heads:  # which change no parameter's shape
+                raise UserError(f"{checkpoint} is of another model: {heads[0]}; give the settings it was trained with")
             if is_same:
                 is_there = own.keys() <= read_header(checkpoint / file_of_rank(group.rank)).keys()
                 values = saved.replicas[group.rank]
@@ -246,7 +250,6 @@ class SavedRun:
         with failing_together(group, "loading the checkpoint"), damage_named(checkpoint, "metrics"):
             self.meter.load_state_dict(meter_state(saved, group.rank, self.shard.ranks))
             self.health.load_state(saved.replicas[group.rank % saved.world_size].get("health", []))
-        changed = changed_settings(checkpoint, dump_yaml(self.config))
         if self.data.order.first_sample == saved.consumed_samples:
             changed.append("the order of the training samples, which are now taken from the first on")
         return saved, notes, changed

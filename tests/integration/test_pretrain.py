@@ -399,6 +399,7 @@ def test_what_does_not_fit_is_one_line_on_every_rank(corpus, tmp_path):
         (with_settings(loading, load=f"{saved}/iter_0000002"), "not a folder"),
         (with_settings(loading, num_layers=2), "transformer.layers.1"),
         (with_settings(loading, ffn_hidden_size=64), "has shape"),
+        (with_settings(loading, num_attention_heads=4), "of another model: model.num_attention_heads: 4, was 2"),
         (with_settings(loading, optimizer="adam"), "optimizer zero_one_adam and this run has adam"),
         (with_settings(fresh, data_path=(f"{tmp_path}/nothing",)), "nothing"),
         (with_settings(fresh, vocab_file=f"{tmp_path}/nothing.json"), "nothing.json"),
