@@ -92,7 +92,7 @@ class AveragedState:
     average: Sequence[StateSlice]  # fp32 slices that differ between replicas; they get the mean over the saved replicas
     # fp32 slices with a key of ``ERRORS``; they get the mean over the saved replicas of error feedback times its share
     errors: Sequence[StateSlice]
-    scalars: Tensor  # fp64[k]; it gets those of rank 0
+    scalars: Tensor  # fp64[k]; it gets those of rank 0, as many as there are
 
 
 def load_average(
@@ -116,6 +116,8 @@ def load_average(
             saved.require(piece, 1)
         for piece in state.average:
             saved.require(piece, saved.num_copies)
+        if stored := saved.tensors[0].get("scalars"):  # with a delay there are more
+            state.scalars.resize_(stored.shape)
         storage.check_tensors(saved.tensors[0], {"scalars": state.scalars}, checkpoint)
     every, own = range(metadata.world_size), saved.share_of(readers)
     with failing_together(group, "loading the checkpoint"):

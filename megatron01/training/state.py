@@ -225,9 +225,9 @@ class SavedRun:
             if heads:  # which change no parameter's shape
                 raise UserError(f"{checkpoint} is of another model: {heads[0]}; give the settings it was trained with")
             if is_same:
-                is_there = own.keys() <= read_header(checkpoint / file_of_rank(group.rank)).keys()
-                values = saved.replicas[group.rank]
-                is_same = is_there and values.get(SHARES) == state.shares
+                stored, values = read_header(checkpoint / file_of_rank(group.rank)), saved.replicas[group.rank]
+                is_same = own.keys() <= stored.keys() and stored["scalars"].shape == own["scalars"].shape
+                is_same = is_same and values.get(SHARES) == state.shares
                 is_same = is_same and values.get("replica", self._replica) == self._replica
         notes = []
         if group.any(not is_same):

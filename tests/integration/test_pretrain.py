@@ -230,6 +230,30 @@ def test_a_run_goes_on_with_gradients_of_another_type_and_says_so(corpus, tmp_pa
         assert "the checkpoint is of" not in output
 
 
+@pytest.mark.parametrize("delays", [True, False])
+def test_a_run_goes_on_with_or_without_a_delay_from_the_average(corpus, tmp_path, delays):
+    before = gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        load="auto",
+        run_dir=str(tmp_path / "run"),
+        save_interval=13,  # between two synchronizations
+        delay_synchronization=delays,
+    )
+    after = with_settings(
+        before,
+        load=str(tmp_path / "saved" / "iter_0000013"),
+        save=str(tmp_path / "after"),
+        check_replicas_interval=1,
+        delay_synchronization=not delays,
+    )
+    assert run_together(before) == [[None], [None]]
+    ((message, output), (other, _)) = run_ranks(run_and_read, 2, after)
+    assert message is None and other is None and read_tracker(tmp_path / "after") == 18
+    assert "the replicas' mean step since the last synchronization was taken" in output
+    assert f"optimizer.delay_synchronization: {str(not delays).lower()}, was {str(delays).lower()}" in output
+
+
 def spoiled(script, first, last):
     """The script's forward step, and one more part of the loss from step ``first`` up to ``last``."""
     steps = iter(range(1, 1_000_000))
