@@ -245,7 +245,7 @@ class Trainer:
         )
         self._changed_settings: list[str] = []
         if start is not None:
-            self.load(*start)
+            self._start_notes += self.load(*start)
             self._start_notes += go_back_to(*start, config.checkpoint, group)
         elif config.checkpoint.pretrained_checkpoint is not None:
             folder = config.checkpoint.pretrained_checkpoint
@@ -401,10 +401,13 @@ class Trainer:
                 training_continues=training_continues,
             )
 
-    def load(self, folder: Path, iteration: int) -> None:
+    def load(self, folder: Path, iteration: int) -> list[str]:
         """Resume from a checkpoint: all state that a step depends on, to the bit on the same layout. Collective.
 
         With another number or layout of replicas, training continues from the average of their states.
+
+        Returns:
+            Notes for the user.
 
         Raises:
             UserError: on every rank, if it is damaged or does not fit this run.
@@ -412,9 +415,9 @@ class Trainer:
         self.group.progress.pause()
         saved, notes, self._changed_settings = self._saved.load(folder, iteration)
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
-        self._start_notes += notes
         if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
             self.checkpoints.saved_iteration = iteration
+        return notes
 
     def _check_ownership(self, stop: StopRequest) -> None:
         """If the job has lost ownership of a folder: stop with a checkpoint, or without ``--save`` warn and go on."""
@@ -476,7 +479,7 @@ class Trainer:
         iteration = roll_back(folder, latest, self.group, first_sample=self.data.order.first_sample)
         self._roll_backs += 1
         consumed, traffic, last = self.consumed_samples, self.meter.run, self.iteration
-        self.load(folder, iteration)
+        notes = self.load(folder, iteration)
         self.meter.run = traffic  # traffic of the undone steps still counts
         skipped = consumed - self.consumed_samples
         self.data.defer(self.consumed_samples, skipped)
@@ -484,6 +487,8 @@ class Trainer:
         self.recorder.print(
             f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are deferred to the end"
         )
+        for note in notes:
+            self.recorder.print(f"WARNING: {note}")
         return self.data.training_batches(self.consumed_samples)
 
     def _describe_start(self) -> str:

@@ -360,6 +360,33 @@ def test_no_roll_back_to_samples_of_another_order(corpus, tmp_path):
     assert read_tracker(tmp_path / "saved") == 15 and iteration_folder(tmp_path / "saved", 15).exists()
 
 
+def roll_back_to_other_replicas(rank, world_size, config):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        pretrain(config, GPT.build_datasets, GPT.build_model, spoiled(GPT, 1, 2))
+    return output.getvalue()
+
+
+def test_a_roll_back_to_the_state_of_other_replicas_says_that_it_is_averaged(corpus, tmp_path):
+    config = gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        load="auto",
+        run_dir=str(tmp_path / "run"),
+        save_interval=5,
+        log_interval=2,
+        on_loss_spike="roll_back",
+        eval_iters=0,
+        train_iters=15,
+        global_batch_size=12,
+    )
+    assert run_together(config) == [[None], [None]]
+    output, *_ = run_ranks(roll_back_to_other_replicas, 3, with_settings(config, train_iters=18))
+    start, after = output.split("rolled back from iteration 16 to 10")
+    warning = "WARNING: the checkpoint is of 2 replica(s), this run of 3 replica(s)"
+    assert start.count(warning) == 1 and after.count(warning) == 1
+
+
 def test_a_full_disk_on_the_way_is_a_warning_and_at_the_end_an_error(corpus, tmp_path):
     folder = tmp_path / "saved"
     config = gpt_config(corpus, save=str(folder), save_interval=5, train_iters=12, run_dir=str(tmp_path / "run"))
