@@ -138,31 +138,33 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
 
 
 def _averaged_in_words(
-    saved: CheckpointMetadata, current: CheckpointMetadata, norm: float, shares: Iterable[str]
+    saved: CheckpointMetadata, current: CheckpointMetadata, averaged: AveragedState, shares: Iterable[str]
 ) -> str:
-    """Message on what was averaged; ``norm`` of the mean error feedback, ``shares``: this run's error buffers."""
+    """Message on what was averaged; ``shares``: this run's error buffers."""
     was_quantized, is_quantized = (
         any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
     )
     before, now = _layout_in_words(saved), _layout_in_words(current)
-    of_gradients = partitioned = ""
+    done = []
+    if saved.tensor_model_parallel_size != current.tensor_model_parallel_size:
+        done.append("weights, momentum and second moment were partitioned anew")
+    if averaged.average:
+        done.append("the replicas' mean step since the last synchronization was taken")
+    if averaged.errors:
+        norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
+        done.append(f"the error feedback of all (mean of norm {norm:.3g} here) was shared out")
     if before != now:
         what = f"the checkpoint is of {before}, this run of {now}"
-        if saved.tensor_model_parallel_size != current.tensor_model_parallel_size:
-            partitioned = "weights, momentum and second moment were partitioned anew, "
     elif was_quantized != is_quantized:
         before, now, became = ("quantized", "exact", "dropped") if was_quantized else ("exact", "quantized", "set to 0")
         what = (
             f"full steps sent {before} gradients in the checkpoint's run, and send {now} ones now"
             " (gradient_wire_dtype), so the run does not go on to the bit"
         )
-        of_gradients = f" that of gradients was {became},"
+        done.append(f"that of gradients was {became}")
     else:
         what = f"the checkpoint is of {before} in another arrangement than this run's"
-    return (
-        f"{what}: {partitioned}the replicas' mean step since the last synchronization was taken, the error feedback of"
-        f" all (mean of norm {norm:.3g} here) was shared out,{of_gradients} and dropout draws new random numbers"
-    )
+    return f"{what}: {', '.join([*done, 'dropout draws new random numbers'])}"
 
 
 def _layout_in_words(saved: CheckpointMetadata) -> str:
@@ -237,8 +239,7 @@ class SavedRun:
                 go_on()
             # for dropout: no saved generator state fits
             seed_replica(replica_seed(self.config.training.seed, iteration), self.shard.ranks.replica)
-            norm = math.hypot(*(float(piece.tensor.norm()) for piece in averaged.errors))
-            notes.append(_averaged_in_words(saved, current, norm, state.shares))
+            notes.append(_averaged_in_words(saved, current, averaged, state.shares))
         else:
             replicated = named_tensors(state.replicated(), state.layout)
             load_checkpoint(checkpoint, saved, replicated=replicated, replica=own | random_numbers, group=group)
