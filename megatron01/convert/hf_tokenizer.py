@@ -67,23 +67,40 @@ def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *
     return None
 
 
-def find_tokenizer(folder: Path, *, model_type: str) -> TokenizerFiles | None:
+def find_tokenizer(folder: Path, *, model_type: str, num_ids: int) -> TokenizerFiles | None:
     """The tokenizer of a folder of transformers; of megatron01's own types if possible, so that fingerprints agree.
 
-    Raises UserError if a file cannot be read.
+    ``num_ids``: rows of the model's vocabulary. Raises UserError if a file cannot be read, or if no type of tokenizer
+    does what ``tokenizer_config.json`` says.
     """
     names = {path.name for path in folder.iterdir()}
+    settings, definition = _entries(folder / CONFIG_FILE), _entries(folder / DEFINITION_FILE)
+    rules = _rules(settings, definition)
+    lower_case = rules["do_lower_case"]
+    own = None
     if model_type == "gpt2" and {"vocab.json", "merges.txt"} <= names:
-        return TokenizerFiles(
+        own = TokenizerFiles(
             tokenizer_type="GPT2BPETokenizer",
             vocab_file=str(folder / "vocab.json"),
             merge_file=str(folder / "merges.txt"),
         )
     if model_type != "gpt2" and "vocab.txt" in names:
-        return TokenizerFiles(
-            tokenizer_type="BertWordPieceLowerCase" if _lower_case(folder) else "BertWordPieceCase",
+        own = TokenizerFiles(
+            tokenizer_type="BertWordPieceLowerCase" if lower_case else "BertWordPieceCase",
             vocab_file=str(folder / "vocab.txt"),
         )
+    if own is not None:
+        own_rules = _rules({"do_lower_case": lower_case}, {})
+        tokens = definition.get("added_tokens")
+        added = [token.get("id") for token in tokens if isinstance(token, Mapping)] if isinstance(tokens, list) else []
+        if rules == own_rules and not any(token_id in range(own.built.vocab_size, num_ids) for token_id in added):
+            return own
+        defined = _rules({}, definition)
+        if name := next((name for name in rules if rules[name] != defined[name]), None):
+            raise UserError(
+                f"{folder / CONFIG_FILE} has {name} {rules[name]}, and no {DEFINITION_FILE} there agrees; save the"
+                " tokenizer again with transformers, which writes both"
+            )
     if DEFINITION_FILE in names:
         return TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder / DEFINITION_FILE))
     for name in _SENTENCEPIECE_FILES:
@@ -131,13 +148,23 @@ def _copy_companions(path: Path, folder: Path) -> None:
             shutil.copyfile(path.with_name(companion), folder / companion)
 
 
-def _lower_case(folder: Path) -> bool:
-    """True if a BERT's text is to be lower-cased; the default is True, as in transformers."""
-    chosen = _entries(folder / CONFIG_FILE).get("do_lower_case")
-    if not isinstance(chosen, bool):
-        normalizer = _entries(folder / DEFINITION_FILE).get("normalizer")
-        chosen = normalizer.get("lowercase") if isinstance(normalizer, Mapping) else None
-    return chosen if isinstance(chosen, bool) else True
+_RULES = {  # setting -> step of a tokenizer.json, and its name there
+    "do_lower_case": ("normalizer", "lowercase"),
+    "strip_accents": ("normalizer", "strip_accents"),
+    "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
+    "add_prefix_space": ("pre_tokenizer", "add_prefix_space"),
+}
+
+
+def _rules(settings: Mapping[str, Any], definition: Mapping[str, Any]) -> dict[str, bool]:
+    """What is done to text first, by name: as the settings say, else the ``tokenizer.json``, else as is usual."""
+    rules: dict[str, bool] = {}
+    for name, (step, there) in _RULES.items():
+        inner = definition.get(step)
+        usual = {"strip_accents": rules.get("do_lower_case"), "add_prefix_space": False}.get(name, True)
+        values = (settings.get(name), inner.get(there) if isinstance(inner, Mapping) else None)
+        rules[name] = bool(next((value for value in values if isinstance(value, bool)), usual))
+    return rules
 
 
 def _entries(path: Path) -> Mapping[str, Any]:

@@ -368,7 +368,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     config, num_ids = from_hf_config(entries, str(config_file))
     weights = from_hf(read_weights(path), config, num_ids)
     refuse_non_finite(weights, str(path))
-    own = find_tokenizer(path, model_type=_model_type(config))
+    own = find_tokenizer(path, model_type=_model_type(config), num_ids=num_ids)
     files = tokenizer or own
     model = PortableModel(source=str(path), config=config, vocab_size=num_ids, weights=weights, tokenizer=files)
     model.without_weights()  # checks shapes against the settings

@@ -151,7 +151,9 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
             built = build_tokenizer(tokenizer)
             write_tokenizer(tokenizer, built, Path(folder), max_length=_NO_LIMIT)
             pretrained = _load_folder(path, Path(folder), load, head)
-        if (own := find_tokenizer(path, model_type=pretrained.config.model_type)) is not None:
+        config = pretrained.config
+        own = find_tokenizer(path, model_type=config.model_type, num_ids=config.vocab_size)
+        if own is not None:
             require_same_rules(built, build_tokenizer(own))
         return pretrained
     portable = read_model(load, tokenizer)

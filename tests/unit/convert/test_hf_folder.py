@@ -119,6 +119,48 @@ def test_the_way_back_is_exact(source, tmp_path, request):
     assert again.built_tokenizer().fingerprint == original.built_tokenizer().fingerprint
 
 
+@pytest.mark.parametrize(
+    ("source", "changes"),
+    [
+        ("bert", {"strip_accents": False}),
+        ("bert", {"tokenize_chinese_chars": False}),
+        ("gpt", {"add_prefix_space": True}),
+        ("gpt", {}),
+        ("bert", {}),
+    ],
+)
+def test_a_tokenizer_with_other_rules_or_more_tokens(source, changes, tmp_path, request):
+    """As transformers saves it beside the vocabulary from which it was made."""
+    folder = tmp_path / "hf"
+    shutil.copytree(request.getfixturevalue(f"{source}_folder"), folder)
+    if source == "bert":
+        with open(folder / "vocab.txt", "a", encoding="utf-8") as file:
+            file.write("th\u00e9\n\u6771\u4eac\n\u6771\n\u4eac\n")
+        (folder / "tokenizer.json").unlink()
+    theirs = transformers.AutoTokenizer.from_pretrained(folder, **changes)
+    if not changes:
+        theirs.add_tokens(["<extra>"])
+    theirs.save_pretrained(folder)
+    model = transformers.AutoModelForPreTraining.from_pretrained(folder)
+    model.resize_token_embeddings(len(theirs))
+    model.save_pretrained(folder)
+    ours = read_hf_folder(folder)
+    text = "the th\u00e9 <extra> \u6771\u4eac The fox"
+    expected = theirs(text, add_special_tokens=False).input_ids
+    assert ours.built_tokenizer().encode(text) == expected
+    assert (ours.vocab_size, ours.notes) == (len(theirs), ())
+
+
+def test_settings_of_a_tokenizer_that_no_file_follows(bert_folder, tmp_path):
+    shutil.copytree(bert_folder, tmp_path / "hf")
+    path = tmp_path / "hf" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"strip_accents": False}))
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"tokenizer_config.json has strip_accents False, .* save the tokenizer"):
+            read_hf_folder(tmp_path / "hf")
+        (tmp_path / "hf" / "tokenizer.json").unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("source", ["gpt", "bert", "pre_norm"])
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
 def test_what_transformers_has_saved(source, shard_size, tmp_path, request):

@@ -116,6 +116,6 @@ def test_special_tokens(pair: tuple[Any, Any, Path]) -> None:
 
 def test_the_way_back_is_the_same_tokenizer(pair: tuple[Any, Any, Path]) -> None:
     ours, _, folder = pair
-    files = find_tokenizer(folder, model_type="gpt2")
+    files = find_tokenizer(folder, model_type="gpt2", num_ids=ours.vocab_size)
     assert files is not None and files.tokenizer_type == "SentencePieceTokenizer"
     assert build_tokenizer(files).fingerprint == ours.fingerprint
