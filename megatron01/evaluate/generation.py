@@ -142,17 +142,16 @@ def encode_with_masks(text: str, tokenizer: Tokenizer, *, max_length: int) -> li
     """
     special = _masking(tokenizer)
     mask = tokenizer.token(special.mask)
-    texts = text.split(mask)
-    if len(texts) == 1:
+    if mask not in text:
         raise UserError(f"there is no {mask} in {text[:60]!r}; write it where something is to be filled in")
     try:
-        encoded = tokenizer.encode_batch(texts)
+        tokens = tokenizer.encode(text)  # a mask may take the space before it
+        if tokens.count(special.mask) < text.count(mask):  # SentencePiece finds none
+            first, *others = tokenizer.encode_batch(text.split(mask))
+            tokens = first + [token for other in others for token in (special.mask, *other)]
     except UnicodeEncodeError as error:
         raise UserError(f"a text holds bytes that are not UTF-8: {text[:40]!r}") from error
-    ids = [special.cls]
-    for index, tokens in enumerate(encoded):
-        ids += [special.mask] * (index > 0) + tokens
-    ids.append(special.sep)
+    ids = [special.cls, *tokens, special.sep]
     if len(ids) > max_length:
         raise UserError(f"{text[:60]!r} has {len(ids)} tokens; the model takes {max_length}")
     return ids

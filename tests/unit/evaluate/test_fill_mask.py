@@ -2,7 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
+from megatron01.convert.portable import TokenizerFiles
 from megatron01.data import build_tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluate.generation import encode_with_masks, fill_masks
@@ -42,6 +46,24 @@ def test_tokens_around_the_masks(tokenizer):
     ids = encode_with_masks("the[MASK] [MASK]dogs", tokenizer, max_length=20)
     dogs = tokenizer.encode("dogs")
     assert ids == [special.cls, *tokenizer.encode("the"), special.mask, special.mask, *dogs, special.sep]
+
+
+def test_a_mask_that_takes_the_space_before_it(tmp_path):
+    """As RoBERTa's: in training, too, a mask stands for a word with its space."""
+    names = ["<s>", "<pad>", "</s>", "<mask>"]
+    entries = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *names[:3]]
+    backend = Backend(models.BPE({entry: number for number, entry in enumerate(entries)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([*names[:3], AddedToken("<mask>", lstrip=True)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = build_tokenizer(
+        TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json"))
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_object=backend)
+    for text in ("a <mask> b", "<mask> <mask>b", "a<mask>, b"):
+        first, *ids, last = encode_with_masks(text, tokenizer, max_length=20)
+        assert [first, last] == theirs.convert_tokens_to_ids(["<s>", "</s>"])
+        assert ids == theirs(text).input_ids
 
 
 def test_texts_that_cannot_be_used(tokenizer, corpus):
