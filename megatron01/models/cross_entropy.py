@@ -12,6 +12,7 @@ Legend: n tokens, h hidden size, v ids of the tokenizer, V ids after padding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -179,21 +180,27 @@ class VocabularyLoss(nn.Module):
         0, still differentiable, where the mask selects nothing.
 
         Args:
-            hidden: (..., h) in fp32, bf16 or fp16.
+            hidden: (..., h) in fp32, bf16 or fp16; under ``torch.autocast`` in any of them.
             weight, bias: of the projection, (V, h) and (V,), in the type of ``hidden``; their rows from v on belong to
                 padding. Gradients of weights are added up over chunks in fp32.
             labels: (...) of any integer type, in [0, vocab_size).
             mask: (...) of any type: 1 where a token counts, 0 where it does not.
         """
         with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        output: Tensor = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            bias,
-            labels.flatten().long(),
-            mask.flatten(),
-            self.token_losses,
-            self.chunk_bytes or CHUNK_BYTES.get(hidden.device.type, 2**30),
-            with_gradients,
-        )
+        device = hidden.device.type
+        is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        if is_cast:  # autocast casts none of the operations that write to ``out``
+            dtype = torch.get_autocast_dtype(device)
+            hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        with torch.autocast(device, enabled=False) if is_cast else nullcontext():
+            output: Tensor = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
+                hidden.reshape(-1, hidden.shape[-1]),
+                weight,
+                bias,
+                labels.flatten().long(),
+                mask.flatten(),
+                self.token_losses,
+                self.chunk_bytes or CHUNK_BYTES.get(device, 2**30),
+                with_gradients,
+            )
         return output

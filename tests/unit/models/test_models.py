@@ -206,6 +206,33 @@ def test_sixteen_bit_parameters(gpt_config, bert_config, gpt_batch, bert_batch, 
         assert gradient.dtype == dtype and gradient.isfinite().all(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
+@pytest.mark.parametrize("rows_of_a_chunk", [5, 1000])
+def test_autocast(gpt_config, bert_config, gpt_batch, bert_batch, kind, dtype, rows_of_a_chunk):
+    """In a loop of somebody's own, which keeps fp32 weights."""
+    if kind == "gpt2":
+        model, batch = GPT2(gpt_config(), 53), gpt_batch()
+    else:
+        model, batch = Bert(bert_config(norm_placement=kind), 53, binary_head=True), bert_batch()
+    model.token_loss.chunk_bytes = rows_of_a_chunk * 64 * 4
+    expected_loss = total_loss(model, batch)
+    expected = gradients(model, expected_loss)
+    with torch.autocast("cpu", dtype):
+        loss = total_loss(model, batch)
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(expected_loss.item(), rel=0.01)
+    for name, gradient in gradients(model, loss).items():
+        assert gradient.dtype == torch.float32
+        if not name.endswith("query_key_value.bias"):  # the key's gradient is rounding noise
+            assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
+
+
+def test_the_loss_of_a_model_without_memory(gpt_config, gpt_batch):
+    model, batch = GPT2(gpt_config(), 53).to("meta"), gpt_batch()
+    total_loss(model, {name: tensor.to("meta") for name, tensor in batch.items()}).backward()
+    assert all(parameter.grad.is_meta for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
 def test_every_parameter_gets_a_gradient(gpt_config, bert_config, gpt_batch, bert_batch, kind):
     """An unused parameter would have no gradient, which the optimizers' flat buffers do not expect."""
