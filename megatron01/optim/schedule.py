@@ -202,16 +202,16 @@ class TabulatedSchedule:
             total_steps: number of steps of the run.
 
         Raises:
-            UserError: if it is ReduceLROnPlateau, which depends on measurements.
+            UserError: if it depends on measurements, as ReduceLROnPlateau does.
         """
         import torch
 
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base_lr)
         scheduler = make_scheduler(optimizer)
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if "metrics" in inspect.signature(scheduler.step).parameters:
             raise UserError(
-                "ReduceLROnPlateau follows measurements, so its learning rates are not known before the run; "
-                "expected a scheduler that follows the step"
+                f"{type(scheduler).__name__} follows measurements, so its learning rates are not known before the run;"
+                " expected a scheduler that follows the step"
             )
         rates = []
         for _ in range(total_steps):

@@ -210,6 +210,9 @@ def test_two_parameters_of_one_name_are_refused() -> None:
 def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
     with pytest.raises(UserError, match="ReduceLROnPlateau"):
         TabulatedSchedule.from_torch(torch.optim.lr_scheduler.ReduceLROnPlateau, base_lr=1.0, total_steps=3)  # type: ignore[arg-type]
+    greedy = pytest.importorskip("transformers", "5.24").optimization.GreedyLR  # of another class
+    with pytest.raises(UserError, match="GreedyLR follows measurements"):
+        TabulatedSchedule.from_torch(greedy, base_lr=1.0, total_steps=3)
 
 
 @pytest.mark.parametrize(
