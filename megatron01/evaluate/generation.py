@@ -55,6 +55,13 @@ def choose(logits: torch.Tensor, sampling: Sampling, generators: Sequence[np.ran
     return tokens.gather(1, places.clamp(max=num_kept - 1))[:, 0]
 
 
+def require_finite(logits: torch.Tensor) -> None:
+    """Raises UserError if any of the logits (any shape) is NaN or infinite; fp16 holds no number above 65504."""
+    if not logits.isfinite().all():
+        kind = str(logits.dtype).removeprefix("torch.")
+        raise UserError(f"the model computes NaN or infinite logits in {kind}; give --dtype fp32 or bf16")
+
+
 def generate(model: GPT2, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:
     """Token ids that follow each prompt, without ``stop``; ``settings`` are arguments of ``generate_steps``."""
     steps = list(generate_steps(model, prompts, **settings))
@@ -73,7 +80,8 @@ def generate_steps(
 ) -> Iterator[list[int | None]]:
     """Yields at each step the new token id of each text, None for texts that have ended.
 
-    A text ends after ``max_new_tokens``, at the model's last position, or with ``stop``, which is not yielded.
+    A text ends after ``max_new_tokens``, at the model's last position, or with ``stop``, which is not yielded. Raises
+    UserError if logits are not finite.
 
     Args:
         model: in evaluation mode, on any device.
@@ -93,7 +101,9 @@ def generate_steps(
     cache = KeyValueCache(model.config.num_layers, longest + num_steps, padding)
     has_ended = [length == num_positions for length in lengths]
     for step in range(num_steps):
-        chosen = choose(model.next_token_logits(tokens, cache), sampling, generators)
+        logits = model.next_token_logits(tokens, cache)
+        require_finite(logits)
+        chosen = choose(logits, sampling, generators)
         new_tokens: list[int | None] = []
         for index, token in enumerate(chosen.tolist()):
             has_ended[index] = has_ended[index] or token == stop
@@ -171,6 +181,7 @@ def fill_masks(
     hidden = model.encode(ids, torch.zeros_like(ids), padding_mask)
     rows, positions = (ids == special.mask).nonzero(as_tuple=True)  # (k,) each, row by row
     logits = model.lm_head(hidden[rows, positions], model.embedding.word_embeddings.weight)
+    require_finite(logits)
     probabilities = logits[:, : model.vocab_size].float().softmax(-1)  # (k, v)
     best, tokens = probabilities.topk(min(top_k, model.vocab_size))
     filled: list[list[list[Proposal]]] = [[] for _ in texts]

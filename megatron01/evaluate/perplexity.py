@@ -16,6 +16,7 @@ from megatron01.data.indexed import IndexedDataset, check_fingerprint, check_ids
 from megatron01.data.preprocessing.corpus import ByteStream, detect_compression, unpacked_blocks
 from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
+from megatron01.evaluate.generation import require_finite
 from megatron01.models.cross_entropy import cross_entropy
 from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import checked_text, json_object
@@ -47,7 +48,8 @@ def token_losses(
     """-log p of each token but the first, in nats: (n - 1,) fp64 from tokens (n,) int64.
 
     The model is in evaluation mode. ``window`` (see ``windows``) is at most its positions; a batch has ``batch_size``
-    windows. ``progress`` is called with the number of tokens predicted since the last call.
+    windows. ``progress`` is called with the number of tokens predicted since the last call. Raises UserError if logits
+    are not finite.
     """
     device = model.embedding.word_embeddings.weight.device
     losses = np.empty(tokens.size - 1)
@@ -56,6 +58,7 @@ def token_losses(
         while batch := list(itertools.islice(group, batch_size)):
             seen = np.stack([tokens[start:last] for start, _, last in batch])
             logits = model(torch.from_numpy(seen).to(device))  # (b, s, v)
+            require_finite(logits)
             for row, (start, first, last) in zip(logits, batch, strict=True):
                 labels = torch.from_numpy(tokens[first : last + 1]).to(device)
                 predicted = cross_entropy(row[first - start - 1 :], labels, vocab_size=model.vocab_size)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from megatron01.cli import main
 from megatron01.convert.formats import load_model
@@ -172,3 +175,32 @@ def test_types_and_devices(folder):
     loaded = load_model(str(folder / "gpt"), dtype="bf16", device="cpu")
     assert str(loaded.model.embedding.word_embeddings.weight.dtype) == "torch.bfloat16"
     assert not loaded.model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "large", "arguments"),
+    [
+        ("gpt", ["transformer.h.0.attn.c_proj.bias", "transformer.h.0.mlp.c_proj.bias"], ["generate", "--text", "a"]),
+        ("gpt", ["transformer.h.0.attn.c_proj.bias", "transformer.h.0.mlp.c_proj.bias"], ["perplexity", "--input"]),
+        (
+            "bert",
+            ["bert.encoder.layer.0.intermediate.dense.bias", "bert.encoder.layer.0.output.dense.bias"],
+            ["fill-mask", "--text", "[MASK]"],
+        ),
+    ],
+)
+def test_numbers_that_fp16_does_not_hold(folder, tmp_path, capsys, name, large, arguments):
+    """Infinite hidden states become NaN logits, of which every choice would still give some token."""
+    (tmp_path / "held.txt").write_text("the fox")
+    arguments = [*arguments, *([tmp_path / "held.txt"] if arguments[0] == "perplexity" else []), "--device", "cpu"]
+    if arguments[0] == "generate":
+        arguments.append("--greedy")
+    shutil.copytree(folder / f"{name}_hf", tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    for weight in large:
+        weights[weight][:] = torch.linspace(-60000, 60000, len(weights[weight]))
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    assert run(capsys, *arguments, "--load", tmp_path / "model")[0] == 0
+    status, _, errors = run(capsys, *arguments, "--load", tmp_path / "model", "--dtype", "fp16")
+    assert status == 2
+    assert errors == "error: the model computes NaN or infinite logits in float16; give --dtype fp32 or bf16\n"
