@@ -55,6 +55,7 @@ class CompressedTrainerMixin:
         self._compressed_class, self._compressed_arguments = compressed_optimizer, dict(compressed_arguments or {})
         self._num_training_steps: int | None = None
         self._built_optimizer = False
+        self._is_cast = False  # the model, by an evaluation in 16 bit after training
         super().__init__(*args, **kwargs)
         if self.lr_scheduler is not None:
             raise UserError("optimizers gives the Trainer a scheduler; expected (optimizer, None): it follows its own")
@@ -73,6 +74,7 @@ class CompressedTrainerMixin:
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._num_training_steps = max_steps
+        self._is_cast = False
         if self._built_optimizer:  # by an earlier train(), whose schedule has ended
             self.optimizer: Any = None
         model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -136,7 +138,14 @@ class CompressedTrainerMixin:
     # Replicated weights.
 
     def _replicated(self) -> AbstractContextManager[None]:
-        return nullcontext() if (ours := self._ours) is None else ours.replicated_weights()
+        ours = self._ours
+        return nullcontext() if ours is None or self._is_cast else ours.replicated_weights()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().evaluation_loop(*args, **kwargs)
+        if not self.is_in_train and (self.args.fp16_full_eval or self.args.bf16_full_eval):
+            self._is_cast = True  # the model now has copies of the replicated weights in place of the optimizer's
+        return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self._replicated():

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
@@ -107,6 +108,27 @@ def test_each_training_of_a_trainer_has_a_schedule_of_its_own(tmp_path: Path) ->
     trainer = CompressedTrainer(model=Model(), args=arguments, train_dataset=Data(), optimizers=(kept, None))
     trainer._num_training_steps = 4
     assert trainer.create_optimizer() is kept
+
+
+def test_a_trained_model_is_evaluated_and_saved_in_sixteen_bit(tmp_path: Path) -> None:
+    """transformers casts the model for such an evaluation and leaves it so; its weights are then no more the
+    optimizer's."""
+    from transformers import TrainingArguments
+
+    from megatron01.integrations.transformers import CompressedTrainer
+    from tests.integration.framework_runs import Data, Model
+
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, learning_rate=0.02, use_cpu=True, report_to=[], bf16=True,
+        bf16_full_eval=True, label_names=["y"],
+    )  # fmt: skip
+    trainer = CompressedTrainer(model=Model(), args=arguments, train_dataset=Data(), eval_dataset=Data())
+    trainer.train()
+    expected = {name: weight.bfloat16() for name, weight in trainer.model.state_dict().items()}
+    assert trainer.evaluate() and trainer.predict(Data()).metrics
+    trainer.save_model()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
 
 
 def validated(rank: int, size: int, folder: Path) -> bool:
