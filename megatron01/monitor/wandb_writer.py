@@ -111,7 +111,7 @@ def open_run(folder: Path, mode: Literal["offline", "online"], **options: Any) -
     """Start or continue a wandb run (``wandb.init``), with files in ``folder``; sets the x axis of each section."""
     import wandb
 
-    settings = wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=False)
+    settings = wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=True)
     common: dict[str, Any] = {"job_type": "pretrain", "resume": "allow", "allow_val_change": True, "settings": settings}
     run = wandb.init(dir=str(folder), mode=mode, **common, **options)
     for axis in AXES.values():
@@ -165,6 +165,8 @@ class WandbWriter:
             self.run.write(folder)
         if mode == "online":
             self._try("cannot start the run; it is written offline", lambda: start("online"))
+            if self._run is None:
+                end_service()  # it would still hold the run's id
         if self._run is None:
             self._try("cannot start the run", lambda: start("offline"))
 
@@ -187,7 +189,8 @@ class WandbWriter:
         if self._run is None:
             return
         self._log_checkpoint()
-        self._try("does not close the run", lambda: self._run.finish())
+        has_failed = sys.exc_info()[0] is not None  # also within a context manager's exit
+        self._try("does not close the run", lambda: self._run.finish(exit_code=int(has_failed)))
         self._run = None
         end_service()
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import http.server
 import json
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import CheckpointConfig, GPTPretrainConfig, LoggingConfig
+from megatron01.errors import UserError
 from megatron01.monitor import wandb_writer
 from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.wandb_writer import AXES, STATE_NAME, WandbRun, WandbWriter, name_of, to_wandb
@@ -192,3 +197,70 @@ def test_a_run_that_cannot_be_opened_at_all_is_left_out(
     failing.close()
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "cannot start the run (no space)" in said[0]
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """wandb's server is one that lets a run start, and then fails."""
+    bucket = {"id": "b", "name": "r", "displayName": "n", "config": "{}", "historyLineCount": 0}
+    bucket |= {"description": "", "sweepName": None, "project": {"id": "p", "name": "p", "entity": {"name": "e"}}}
+    viewer = {"id": "u", "entity": "e", "username": "e", "flags": "{}", "teams": {"edges": []}}
+    answer: dict[str, Any] = {"upsertBucket": {"bucket": bucket, "inserted": True}, "model": None, "viewer": viewer}
+    answer["serverInfo"] = {"cliVersionInfo": {}, "latestLocalVersionInfo": None, "features": []}
+    has_started = threading.Event()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.send_response(500 if has_started.is_set() else 200)
+            if b"upsertBucket" in body:
+                has_started.set()
+            self.end_headers()
+            self.wfile.write(json.dumps({"data": answer}).encode())
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as served:
+        threading.Thread(target=served.serve_forever, daemon=True).start()
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{served.server_port}")
+        monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+        yield
+        served.shutdown()
+
+
+def test_what_a_server_does_not_take_in_time_is_said(
+    tmp_path: Path, online: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(wandb_writer, "SECONDS_TO_CLOSE", 2)
+    followed = writer(tmp_path, mode="online")
+    followed.write(metrics(1, loss=1.0))
+    followed.close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("WARNING: wandb does not close the run (Timed out")
+
+
+def test_without_a_server_the_run_is_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "1")
+    followed = writer(tmp_path, mode="online")
+    followed.write(metrics(1, loss=1.0))
+    followed.close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "cannot start the run; it is written offline" in said
+    (folder,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert history(records(folder))[0]["loss/train"] == 1.0
+
+
+def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
+    for name in ("sound", "failing"):
+        with suppress(UserError), open_recorder(config(tmp_path / name), SINGLE) as recorder:
+            recorder.write(metrics(1, loss=1.0))
+            if name == "failing":
+                raise UserError("the loss has diverged")
+    folders = [next((tmp_path / name / "wandb").glob("offline-run-*")) for name in ("sound", "failing")]
+    codes = [[one.exit.exit_code for one in records(folder) if one.HasField("exit")] for folder in folders]
+    assert codes == [[0], [1]]
