@@ -401,7 +401,7 @@ class DoctorConfig(Bounded):
     required_gigabytes: NotNegative[float] = 1.0
     """Free space in GB that shared_folder must have; a checkpoint takes about 20 bytes per parameter and replica."""
     expected_gpus: NotNegative[int] | None = None
-    """GPUs that every process must see at least; when not given, as many as the first process."""
+    """GPUs that every process must see at least; when not given, all nodes must have as many."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Collective library to measure; auto: nccl where every process has a GPU."""
     comm_backend: Literal["torch", "mpi"] = "torch"

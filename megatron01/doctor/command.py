@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -50,8 +49,7 @@ class Doctor:
         with self._ended_in_time():
             own = examine(self.environment, self.config.shared_folder)
             if self.environment.world_size == 1:
-                problems = diagnose([own], self.config).problems + _port_problems(self.environment)
-                problems += _folder_problems(self.config.shared_folder)
+                problems = diagnose([own], self.config).problems + _folder_problems(self.config.shared_folder)
                 _print([*describe_machines([own], self.environment.launcher)], problems)
                 return EXIT_USER_ERROR if problems else 0
             try:
@@ -152,19 +150,6 @@ class Doctor:
             yield
         finally:
             watch.cancel()
-
-
-def _port_problems(environment: LaunchEnvironment) -> list[str]:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", environment.master_port))
-        except OSError as error:
-            return [
-                f"port {environment.master_port} cannot be used on {environment.node_name} ({error.strerror}); give"
-                " another MASTER_PORT"
-            ]
-    return []
 
 
 def _folder_problems(folder: Path) -> list[str]:

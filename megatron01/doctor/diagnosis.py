@@ -149,7 +149,7 @@ def link_problems(rates: Sequence[tuple[str, str, float]], size: int) -> list[st
     """Problems with slow links. ``rates``: sender, receiver, Mbit/s, all measured at once with ``size`` bytes."""
     if len(rates) < 2:
         return []
-    median = statistics.median(rate for *_, rate in rates)
+    median = statistics.median_high(rate for *_, rate in rates)
     return [
         f"{receiver} receives {rate:.0f} Mbit/s from {sender}, half as much as others ({median:.0f}) or less; check"
         " their cables, interfaces and other traffic"
@@ -190,6 +190,8 @@ def _unreachable(first: Examination) -> list[str]:
         ]
     if first.gloo is not None and first.gloo[1].startswith("127."):
         resolves = f"resolves to {first.addresses[0]}" if first.addresses else "does not resolve"
+        if first.addresses and not first.addresses[0].startswith("127."):
+            resolves += ", an address of another machine,"
         return [
             f"host name {first.host} {resolves} on {first.node}, so that other nodes cannot reach it: set"
             f" GLOO_SOCKET_IFNAME to the interface that connects them ({names or 'there is none'}), or fix /etc/hosts"

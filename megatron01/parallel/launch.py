@@ -271,9 +271,19 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
     for address in addresses:
         if found := next((each for each in available if each.address == address), None):
             return found
-    if any(address.startswith("127.") for address in addresses) or not addresses:
-        return next((each for each in available if each.is_loopback), None)
-    return None
+    if any(not address.startswith("127.") and _is_own(address) for address in addresses):
+        return None  # a further address of an interface, of which ``interfaces`` has the first
+    return next((each for each in available if each.is_loopback), None)
+
+
+def _is_own(address: str) -> bool:
+    """True if the IPv4 address is one of this machine's."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def own_addresses() -> list[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,12 @@ def test_a_healthy_cluster_has_no_problem() -> None:
             True,
         ),
         (
+            {"gloo": ("lo", "127.0.0.1"), "addresses": ["10.9.9.9"]},
+            {},
+            "host name node1 resolves to 10.9.9.9, an address of another machine, on node1, so that other nodes",
+            True,
+        ),
+        (
             {"gloo": ("lo", "127.0.0.1"), "addresses": []},
             {},
             "host name node1 does not resolve on node1, so that",
@@ -131,6 +138,8 @@ def test_clocks_and_links() -> None:
     assert link_problems(slow, 10**5) == []  # takes 9 ms
     (problem,) = link_problems(slow, 10**8)
     assert problem.startswith("c receives 90 Mbit/s from b, half as much as others (900) or less")
+    (problem,) = link_problems([("a", "b", 900.0), ("b", "a", 90.0)], 10**8)
+    assert problem.startswith("a receives 90 Mbit/s from b, half as much as others (900) or less")
 
 
 def test_tables() -> None:
@@ -170,6 +179,12 @@ def test_the_interface_that_gloo_takes() -> None:
     assert interfaces.gloo_interface({"GLOO_SOCKET_IFNAME": "none0"}) is None
 
 
+def test_gloo_takes_the_loopback_where_the_own_name_is_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interfaces, "own_addresses", lambda: ["192.0.2.99"])
+    chosen = interfaces.gloo_interface({})
+    assert chosen is not None and chosen.is_loopback
+
+
 def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -177,6 +192,19 @@ def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     shown = capsys.readouterr()
     assert ended.value.code == 2 and "1 process on 1 node, started by: single process" in shown.out
     assert "GB free on" in shown.err and "no problem found" not in shown.out
+
+
+def test_one_process_needs_no_port(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun's agent listens on it."""
+    with socket.create_server(("", 0)) as agent:
+        ranks = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        for name, value in (ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": agent.getsockname()[1]}).items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", "--shared-folder", str(tmp_path)])
+    assert ended.value.code == 0, capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
