@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import io
 import os
 import signal
 import sys
@@ -29,10 +30,12 @@ PRINTING_SECONDS = 5.0  # ranks that start together reach the same error within 
 def run_as_program(main: Callable[[], int | None]) -> NoReturn:
     """Call ``main`` and end the process: one line and status 2 (74 for a fault) after a UserError, or where the system
     refuses a path; 130 after Ctrl-C, 128 + its number after another signal that interrupted it, 141 after a broken pipe
-    on standard output.
+    on standard output. Characters that standard output cannot encode are written as escapes.
 
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all exit with its status.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             try:

@@ -38,13 +38,14 @@ def format_duration(seconds: float) -> str:
 _COLOURS = {"bold": "1", "red": "31", "green": "32", "yellow": "33"}
 
 
-def painter(stream: TextIO) -> Callable[[str, str], str]:
+def painter(stream: TextIO | None) -> Callable[[str, str], str]:
     """A function (text, colour) -> text with ANSI colour codes, if ``stream`` is a terminal with colours.
 
     ``NO_COLOR`` in the environment turns colours off, ``FORCE_COLOR`` on.
     """
     environment = os.environ
-    wanted = bool(environment.get("FORCE_COLOR")) or (stream.isatty() and environment.get("TERM") not in (None, "dumb"))
+    is_terminal = stream is not None and stream.isatty()  # None if it was closed from the start
+    wanted = bool(environment.get("FORCE_COLOR")) or (is_terminal and environment.get("TERM") not in (None, "dumb"))
     if environment.get("NO_COLOR") or not wanted:
         return lambda text, colour: text
     return lambda text, colour: f"\033[{_COLOURS[colour]}m{text}\033[0m"

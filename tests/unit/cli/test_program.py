@@ -107,6 +107,17 @@ def test_standard_output_may_be_closed(main: str, status: int) -> None:
     assert ended.returncode == status and (b"No such process" in ended.stderr) == (status == 1)
 
 
+def test_standard_output_may_lack_characters() -> None:
+    program = "from megatron01.parallel.program import run_as_program; run_as_program(lambda: print('l\xe4ufe \u2264'))"
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"l\xe4ufe \\u2264\n", b"")
+
+
 def test_a_path_that_the_system_refuses_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def refused() -> None:
         Path("x" * 1000).exists()

@@ -200,6 +200,7 @@ class Terminal(io.StringIO):
         (Terminal(), {"TERM": "dumb"}, False),
         (io.StringIO(), {"TERM": "xterm"}, False),
         (io.StringIO(), {"FORCE_COLOR": "1"}, True),
+        (None, {"TERM": "xterm"}, False),
     ],
 )
 def test_colours_where_a_terminal_has_them(stream, environ, coloured, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,11 @@ def test_console_lines_say_how_long_steps_take_and_what_is_left() -> None:
     assert stream.getvalue().endswith("    41.9 s\n")
 
 
+def test_a_console_that_is_closed_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    ConsoleWriter(train_iters=100).write(metrics(1, loss=1.0))
+
+
 @pytest.mark.parametrize("linked", ["folder", "file"])
 def test_metrics_are_written_through_links(tmp_path: Path, linked: str) -> None:
     real, run = tmp_path / "real", tmp_path / "run"
