@@ -95,7 +95,8 @@ def _draw_until_end(run: WatchedRun, interval: float, is_quit_pressed: Callable[
     from rich.text import Text
 
     since = datetime.datetime.now().strftime("%H:%M:%S")
-    with Live(auto_refresh=False, vertical_overflow="crop") as live:
+    # redirected through rich, standard output would have no encoding
+    with Live(auto_refresh=False, redirect_stdout=False, vertical_overflow="crop") as live:
         while True:
             is_over = run.is_over
             run.poll()

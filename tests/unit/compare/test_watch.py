@@ -165,7 +165,7 @@ def test_lines_that_are_there_already_do_not_tell_the_pace(tmp_path: Path, capsy
 def on_a_terminal(folder: Path, act: Callable[[int, subprocess.Popen[bytes]], None]) -> tuple[int, str]:
     """Exit status and output of a watch on a pseudo-terminal; ``act`` is called once the run is drawn."""
     ours, theirs = pty.openpty()
-    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONIOENCODING": "utf-8"}
     process = subprocess.Popen(
         [*COMMAND, str(folder), "--interval", "0.05"], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
@@ -207,3 +207,4 @@ def test_watching_ends_with_the_run(tmp_path: Path) -> None:
 
     status, output = on_a_terminal(folder, finish)
     assert status == 0 and "100 of 100 (100%)" in output and "Traceback" not in output
+    assert "█" in output and "#" not in output
