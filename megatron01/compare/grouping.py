@@ -16,9 +16,10 @@ from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of, 
 from megatron01.errors import UserError
 
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
-# Settings that affect neither training nor traffic.
+# Settings that affect neither training nor traffic; the batch size counts as it was, however it was given.
 _NOT_COMPARED = (
     *("logging.", "checkpoint.", "health.", "training.seed", "training.eval_", "training.exit_", "training.stopped_"),
+    "training.global_batch_size",
     *("data.num_workers", "data.data_cache_path", "data.prepare_only"),
     *("distributed.threads", "distributed.distributed_"),
 )

@@ -77,6 +77,10 @@ def numbers(chart: Chart) -> list[list[str]]:
     spaced = np.geomspace if chart.x.log_base is not None else np.linspace
     places = np.unique(np.clip(spaced(first, last, _ROWS), first, last))
     curves = [np.interp(places, line.curve.x, line.curve.mean, left=np.nan, right=np.nan) for line in chart.lines]
+    if chart.is_stepped:  # a value holds since the point before
+        for line, values in zip(chart.lines, curves, strict=True):
+            known = np.isfinite(values)
+            values[known] = line.curve.mean[np.searchsorted(line.curve.x, places[known])]
     return [
         [chart.x.label, *(line.label for line in chart.lines)],
         *(

@@ -351,7 +351,12 @@ def _compute_share(run: Run) -> float:
 
 
 def _references(rows: Sequence[Row], freeze_step: int | None) -> list[Reference]:
-    """Traffic of Adam and 1-bit Adam: from their runs if those sent something, else computed."""
+    """Traffic of Adam and 1-bit Adam: from their runs if those sent something, else computed.
+
+    Not computed where runs differ in replicas or precision, and so in what Adam would send.
+    """
+    exchanging = [run for row in rows for run in row.group.runs if (run.replicas or 1) > 1]
+    are_alike = len({(run.replicas, run.gradient_bytes) for run in exchanging}) == 1
     references = []
     for optimizer, label in _REFERENCES.items():
         own = [row for row in rows if row.group.first.optimizer == optimizer]
@@ -359,8 +364,7 @@ def _references(rows: Sequence[Row], freeze_step: int | None) -> list[Reference]
         if measured:
             references.append(Reference(label, measured[0].bits, measured[0].rounds_per_step, True))
             continue
-        exchanging = [run for row in rows for run in row.group.runs if (run.replicas or 1) > 1]
-        bits = _computed_bits(exchanging[0], optimizer, freeze_step) if exchanging else math.nan
+        bits = _computed_bits(exchanging[0], optimizer, freeze_step) if are_alike else math.nan
         if math.isfinite(bits):
             references.append(Reference(label, bits, 1.0, False))
     return references

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from megatron01.compare import charts
 from megatron01.compare.charts import STEPS, Axis, Bar, BarChart, Line, LineChart
 from megatron01.compare.grouping import Curve, sections
+from megatron01.compare.page import numbers
 from megatron01.compare.runs import read_run
 from megatron01.compare.summary import summarize
 from megatron01.errors import UserError
@@ -40,6 +41,9 @@ def test_intervals_have_a_scale_of_doublings(tmp_path: Path) -> None:
     found = re.findall(r"<text[^>]*>([^<]*)</text>", charts.to_svg(chart, "s0"))
     assert [text for text in found if text in {"1", "2", "4", "8", "16"}] == ["1", "2", "4", "8", "16"]
     assert not {"5", "10", "15", "3"} & set(found)
+    # 2 holds up to step 30, 4 from there to 45
+    interval = {round(float(step)): shown for step, shown in numbers(chart)[1:]}
+    assert interval == {5: "1", 17: "2", 29: "2", 41: "4", 52: "8", 64: "16", 76: "16", 88: "16", 100: "16"}
 
 
 def test_the_speed_over_time_begins_after_the_warm_up(tmp_path: Path) -> None:

@@ -90,6 +90,16 @@ def test_what_changes_nothing_does_not_split(tmp_path: Path) -> None:
     assert len(section.groups) == 2  # losses of compiled and uncompiled runs are comparable, times are not
 
 
+def test_a_batch_size_that_follows_from_the_replicas_is_as_one_that_is_given(tmp_path: Path) -> None:
+    sizes = (None, 8)
+    folders = [
+        write_run(tmp_path / str(seed), lines(), training__global_batch_size=sizes[seed], training__seed=seed)
+        for seed in range(2)
+    ]
+    (section,) = sections([read_run(folder) for folder in folders])
+    assert [group.label for group in section.groups] == ["Adam"]
+
+
 def test_the_learning_rate_is_named_only_where_it_must_be(tmp_path: Path) -> None:
     zero = {"optimizer__optimizer": "zero_one_adam"}
     folders = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,19 @@ def test_references_are_computed_where_they_were_not_run(tmp_path: Path) -> None
     assert (adam.bits, adam.is_measured) == (48, False)  # 2 x 3/4 x 32
     assert one_bit.bits == pytest.approx(0.2 * 48 + 0.8 * 1.5 * (1 + 16 / 1024))
     assert [reference.name for reference in summarize(section.groups).references] == ["Adam"]
+
+
+@pytest.mark.parametrize("other", [{"world_size": 8}, {"training__precision": "bf16"}])
+def test_no_reference_is_computed_for_runs_that_would_send_different_amounts(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    zero = lines(optimizer="zero_one_adam")
+    folders = [
+        write_run(tmp_path / "one", zero, optimizer__optimizer="zero_one_adam"),
+        write_run(tmp_path / "other", zero, optimizer__optimizer="zero_one_adam", **other),
+    ]
+    (section,) = sections([read_run(folder) for folder in folders])
+    assert summarize(section.groups, freeze_step=20).references == ()
 
 
 def test_another_baseline_and_target(tmp_path: Path) -> None:
