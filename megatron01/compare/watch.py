@@ -209,7 +209,11 @@ class WatchedRun:
         if self._run is not None and self.train_iters is not None and self._run.last_iteration >= self.train_iters:
             return True
         last = self._heartbeat()
-        if last is None or not last.has_ended:
+        return last is not None and self._has_ended(last)
+
+    def _has_ended(self, last: LastHeartbeat) -> bool:
+        """True if the current attempt, not one before it, has recorded its end."""
+        if not last.has_ended:
             return False
         try:
             started = read_environment(self._folder / "environment.json")["started"]
@@ -248,7 +252,7 @@ class WatchedRun:
             ago = max(0.0, time.time() - last.time)
             quiet = "; is it still running?" if recent and ago > max(60.0, _QUIET_STEPS * step) else ""
             seen = f"last step {format_duration(ago)} ago{quiet}"
-            if last.has_ended or (train_iters is not None and reached >= train_iters):
+            if self._has_ended(last) or (train_iters is not None and reached >= train_iters):
                 seen = f"ended after iteration {last.iteration:,}"
             rows.append(("seen", seen))
         rows += [("note", note) for note in run.notes]

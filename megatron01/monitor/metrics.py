@@ -40,7 +40,7 @@ class Metrics:
     comm_bytes: int | None = None  # sent by this replica since the last line
     comm_bytes_between_nodes: int | None = None  # the part of it that left the node
     comm_rounds: int | None = None  # exchanges since the last line
-    comm_bytes_total: int | None = None  # sent by this replica since the start, also in steps that were lost or undone
+    comm_bytes_total: int | None = None  # sent by this replica since the start, also in steps that were rolled back
     comm_rounds_total: int | None = None
     bits_per_parameter: float | None = None  # sent per parameter and step, mean over the run so far
     compression_error: float | None = None  # of the last 1-bit exchange measured: norm lost / quantized, worst bucket

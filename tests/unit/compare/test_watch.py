@@ -99,7 +99,7 @@ def test_the_end_of_a_run_is_seen(tmp_path: Path) -> None:
     (folder / "environment.json").write_text(json.dumps(environment | {"started": "2999-01-01T00:00:00+00:00"}))
     again = WatchedRun(folder)
     again.poll()
-    assert not again.is_over
+    assert not again.is_over and "last step" in again.state()[-1][1]
 
 
 def test_a_run_that_ended_before_its_first_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
