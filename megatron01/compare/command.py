@@ -30,6 +30,7 @@ from megatron01.monitor.wandb_writer import (
     WandbRun,
     end_service,
     import_wandb,
+    limited_wait,
     open_run,
     to_wandb,
 )
@@ -343,6 +344,7 @@ def _log_comparison(
         mode=config.wandb_mode,
         config={"runs": [run.name for part in parts for run in part.section.runs]},
         reinit="create_new",
+        settings=limited_wait(),
     )
     logged: dict[str, Any] = {"comparison/page": wandb.Html(files[0].read_text(encoding="utf-8"), inject=False)}
     for number, part in enumerate(parts, start=1):

@@ -107,13 +107,19 @@ class WandbRun:
         return WandbRun(self.id, self.attempt + 1, self.repeated + max(0, last - iteration))
 
 
+def limited_wait() -> Any:
+    """Settings with which a run that is not uploaded ``SECONDS_TO_CLOSE`` after its end raises an error."""
+    import wandb
+
+    return wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=True)
+
+
 def open_run(folder: Path, mode: Literal["offline", "online"], **options: Any) -> Any:
     """Start or continue a wandb run (``wandb.init``), with files in ``folder``; sets the x axis of each section."""
     import wandb
 
-    settings = wandb.Settings(finish_timeout=SECONDS_TO_CLOSE, finish_timeout_raises=True)
-    common: dict[str, Any] = {"job_type": "pretrain", "resume": "allow", "allow_val_change": True, "settings": settings}
-    run = wandb.init(dir=str(folder), mode=mode, **common, **options)
+    common: dict[str, Any] = {"job_type": "pretrain", "resume": "allow", "allow_val_change": True}
+    run = wandb.init(dir=str(folder), mode=mode, settings=limited_wait(), **common, **options)
     for axis in AXES.values():
         run.define_metric(axis)
     for section in SECTIONS:

@@ -13,7 +13,7 @@ from megatron01 import cli
 from megatron01.compare import command
 from megatron01.compare.command import CompareConfig, build_report, compare_runs
 from megatron01.compare.runs import read_run
-from megatron01.monitor.wandb_writer import STATE_NAME
+from megatron01.monitor.wandb_writer import SECONDS_TO_CLOSE, STATE_NAME
 from tests.unit.compare.folders import lines, write_family, write_run
 from tests.unit.monitor.offline_wandb import history, records
 
@@ -61,6 +61,26 @@ def test_all_runs_go_to_the_given_entity(tmp_path: Path) -> None:
         for folder in offline_runs(tmp_path / "out")
     ]
     assert found == [["team"], ["team"]]
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    init, waits = wandb.init, list[float]()
+
+    def recorded(**options: Any) -> Any:
+        run = init(**options)
+        waits.append(run.settings.finish_timeout)
+        return run
+
+    monkeypatch.setattr(wandb, "init", recorded)
+    run = write_run(tmp_path / "run", lines())
+    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert waits == [SECONDS_TO_CLOSE, SECONDS_TO_CLOSE]
 
 
 @pytest.mark.parametrize(
