@@ -19,7 +19,7 @@ import torch
 from megatron01.config.commands import DoctorConfig
 from megatron01.doctor.network import NetworkReport
 from megatron01.parallel import LaunchEnvironment
-from megatron01.parallel.launch import gloo_interface, interfaces, own_addresses
+from megatron01.parallel.launch import gloo_interface, interfaces, is_loopback, own_addresses
 from megatron01.parallel.process_groups import format_ranks
 from megatron01.parallel.rendezvous import own_versions
 from megatron01.utils.formatting import columns
@@ -190,7 +190,7 @@ def _unreachable(first: Examination) -> list[str]:
         ]
     if first.gloo is not None and first.gloo[1].startswith("127."):
         resolves = f"resolves to {first.addresses[0]}" if first.addresses else "does not resolve"
-        if first.addresses and not first.addresses[0].startswith("127."):
+        if first.addresses and not is_loopback(first.addresses[0]):
             resolves += ", an address of another machine,"
         return [
             f"host name {first.host} {resolves} on {first.node}, so that other nodes cannot reach it: set"

@@ -261,38 +261,39 @@ def interfaces() -> list[Interface]:
 def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
     """The interface that torch's gloo listens on; None if it is not among ``interfaces``.
 
-    Chosen as torch does: the first of GLOO_SOCKET_IFNAME, else the one with the address that this machine's name
+    Chosen as torch does: the first of GLOO_SOCKET_IFNAME, else that of the first address of this machine that its name
     resolves to, else the loopback, which no other machine reaches.
     """
     available = interfaces()
     if chosen := environ.get("GLOO_SOCKET_IFNAME"):
         return next((each for each in available if each.name == chosen.split(",")[0]), None)
-    addresses = own_addresses()
-    for address in addresses:
-        if found := next((each for each in available if each.address == address), None):
-            return found
-    if any(not address.startswith("127.") and _is_own(address) for address in addresses):
-        return None  # a further address of an interface, of which ``interfaces`` has the first
-    return next((each for each in available if each.is_loopback), None)
-
-
-def _is_own(address: str) -> bool:
-    """True if the IPv4 address is one of this machine's."""
-    with socket.socket() as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    address = next(filter(_is_own, own_addresses()), "127.0.0.1")
+    if is_loopback(address):
+        return next((each for each in available if each.is_loopback), None)
+    return next((each for each in available if each.address == address), None)
 
 
 def own_addresses() -> list[str]:
-    """IPv4 addresses that this machine's name resolves to; none if it does not resolve."""
+    """IPv4 and IPv6 addresses that this machine's name resolves to; none if it does not resolve."""
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
     except OSError:
         return []
+
+
+def _is_own(address: str) -> bool:
+    """True if an address is one of this machine's."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
 
 
 def _megabits(name: str) -> int | None:

@@ -185,6 +185,17 @@ def test_gloo_takes_the_loopback_where_the_own_name_is_of_another_machine(monkey
     assert chosen is not None and chosen.is_loopback
 
 
+def test_a_name_with_an_ipv6_address_alone_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(host: str, port: None, family: int = 0, type: int = 0) -> list[Any]:
+        if family == socket.AF_INET:
+            raise socket.gaierror
+        return [(socket.AF_INET6, type, 6, "", ("fd00::7", 0, 0, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(interfaces, "_is_own", lambda address: True)
+    assert interfaces.gloo_interface({}) is None and interfaces.own_addresses() == ["fd00::7"]
+
+
 def test_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
