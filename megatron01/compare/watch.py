@@ -235,7 +235,7 @@ class WatchedRun:
         reached = run.last_iteration if last is None else max(run.last_iteration, last.iteration)
         kinds = (line.get("sync_kind") for line in reversed(self._lines))
         kind = next((SYNC_LABELS.get(kind, "") for kind in kinds if isinstance(kind, str)), "")
-        recent = [pace for pace in run.column("step_seconds")[-_LINES_OF_SPEED:] if math.isfinite(pace)]
+        recent = [pace for pace in run.steady("step_seconds")[-_LINES_OF_SPEED:] if math.isfinite(pace)]
         step = fmean(recent) if recent else math.nan
         replicas = f", {run.replicas} replica(s)" if run.replicas else ""
         rows = [

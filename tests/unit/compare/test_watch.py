@@ -78,6 +78,13 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
     assert max(map(len, lines_of(run.state(), 40))) <= 40 and not run.is_over
 
 
+def test_a_warm_up_does_not_tell_what_is_left(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", text_of(5, step_seconds=30.0) + text_of(10, 15, 20))
+    run = WatchedRun(folder)
+    run.poll()
+    assert dict(run.state())["left"] == "about 40.0 s"
+
+
 def test_rounds_that_are_not_on_record_are_not_shown(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", text_of(5, comm_bytes=1000))
     run = WatchedRun(folder)
