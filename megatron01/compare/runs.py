@@ -105,22 +105,22 @@ class Run:
         found = []
         for first in np.flatnonzero(is_first).tolist():
             after = usual[usual > first][:_INTERVALS_AFTER]
-            if after.size > 1 and pace[first] > _MUCH_SLOWER * np.median(self._explained(first, after)):
+            if after.size > 1 and pace[first] > _MUCH_SLOWER * self._explained(first, after):
                 found.append(WarmUp(first, float(pace[first]), float(np.median(pace[after]))))
         return tuple(found)
 
-    def _explained(self, first: int, after: NDArray[np.int64]) -> Column:
-        """fp64[after], expected seconds per step of interval ``first``, from those after it, scaled by its traffic.
+    def _explained(self, first: int, after: NDArray[np.int64]) -> float:
+        """Expected seconds per step of interval ``first``, from those ``after`` it, scaled by its traffic.
 
         An optimizer may send most at the start, which takes longer on a slow network but is no warm-up.
         """
         pace = self.column("step_seconds")[after]
-        explained = pace
+        explained = float(np.median(pace))
+        steps = np.maximum(1.0, np.diff(self.iterations, prepend=0.0))  # also those that another folder has timed
         for total in (self.bytes_sent, self.rounds):
-            sent = np.diff(total, prepend=0.0) / np.maximum(1.0, self.steps)
-            if sent[first] > 0:
-                with np.errstate(divide="ignore"):
-                    explained = np.maximum(explained, pace * sent[first] / sent[after])
+            sent = np.diff(total, prepend=0.0) / steps
+            if sent[first] > (usual := float(sent[after].mean())):  # of single intervals, it may be nothing
+                explained = max(explained, float(pace.mean() * sent[first] / usual) if usual else math.inf)
         return explained
 
     def steady(self, key: str) -> Column:

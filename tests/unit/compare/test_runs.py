@@ -75,6 +75,27 @@ def test_a_slow_first_interval_after_a_restart_counts_as_those_after_it(tmp_path
     assert read_run(write_run(tmp_path / "late", content[:10])).warm_ups == run.warm_ups[:1]  # too soon to tell
 
 
+@pytest.mark.parametrize("begun_elsewhere", [False, True])
+def test_intervals_without_traffic_do_not_explain_a_warm_up(tmp_path: Path, begun_elsewhere: bool) -> None:
+    """Nor does what was sent in another folder before."""
+    content = lines()
+    for number, one in enumerate(content):
+        one["comm_bytes"], one["comm_rounds"] = (3000, 1) if number % 4 == 0 else (0, 0)
+        one["comm_bytes_total"], one["comm_rounds_total"] = 3000 * (1 + number // 4), 1 + number // 4
+    content[0]["step_seconds"] = 30.0
+    if begun_elsewhere:
+        for one in content:
+            one["iteration"] += 1000
+            one["comm_bytes_total"] += 10**6
+            one["comm_rounds_total"] += 400
+            one["training_seconds"] = 150 + 0.5 * (one["iteration"] - 1005)
+    run = read_run(write_run(tmp_path / "run", content))
+    assert [(one.line, one.usual) for one in run.warm_ups] == [(0, 0.5)] and run.seconds[-1] == pytest.approx(50)
+    for one in content:  # a slow network, that a few intervals wait for, the first among them
+        one["step_seconds"] = 5.0 if one["comm_bytes"] else 0.1
+    assert read_run(write_run(tmp_path / "slow", content)).warm_ups == ()
+
+
 def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path) -> None:
     text = "".join(json.dumps(line(step)) + "\n" for step in (1, 2)) + '{"iteration": 3, "lo'
     run = read_run(write_run(tmp_path / "run", text))
