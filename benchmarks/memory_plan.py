@@ -20,9 +20,16 @@ from workload import Workload, sum_of_losses
 
 from megatron01.config import PretrainConfig, Recomputation
 from megatron01.convert.portable import new_model
-from megatron01.cost.memory import Memory, memory, model_without_memory, parameter_sizes, pass_bytes
-from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
+from megatron01.cost.memory import (
+    Memory,
+    gives_back_freed_blocks,
+    memory,
+    model_without_memory,
+    parameter_sizes,
+    pass_bytes,
+)
 from megatron01.optim import build_optimizer, build_schedule
+from megatron01.training.memory_check import give_back_freed_blocks
 from megatron01.training.step import LossModule
 
 REPLICAS = 2

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from megatron01.config import (
     BertPretrainConfig,
     GPTPretrainConfig,
+    ModelConfig,
     OptimizerConfig,
     Precision,
     PretrainConfig,
@@ -34,18 +35,32 @@ from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
 from megatron01.models.cross_entropy import CHUNK_BYTES, VocabularyLoss
 from megatron01.models.layers import SelfAttention
-from megatron01.models.recomputation import LARGE_BLOCK, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.utils.files import shipped
 from megatron01.utils.precision import DTYPES
 
 _MASKED_SHARE = 0.15
 
-# glibc allocates blocks of up to 32 MB from its heap, which fragments; of up to 1 MB where training returns larger ones
-# to the system (``models.recomputation``). Fragmentation measured on two models, without that: 26 and 38 % of what a
+# glibc allocates blocks of up to 32 MB from its heap, which fragments. Measured on two models: 26 and 38 % of what a
 # forward pass saves in such blocks (benchmarks/results/memory_plan.md).
 _HEAP_BLOCK = 1 << 25
 _FRAGMENTATION = 1 / 3
+
+LARGE_BLOCK = 1 << 20
+"""Bytes: what training allocates from the heap at most where ``gives_back_freed_blocks``.
+
+A hidden state of a micro-batch must be above it, or what is kept between layers makes the holes: 4 MB saved nothing of
+a model whose hidden states have 3 MB (benchmarks/results/memory_plan.md).
+"""
+
+
+def gives_back_freed_blocks(model: ModelConfig, device_type: str) -> bool:
+    """True if training returns memory to the system as soon as a tensor is freed.
+
+    Returning pages and allocating them again costs time, so it is done only with activation recomputation, which trades
+    time for memory anyway.
+    """
+    return device_type == "cpu" and model.recompute_activations != "none"
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,13 @@
 Legend: b sequences, s positions, h hidden size, a heads, d = h / a head size, f MLP size, n positions in a cache, t
 tokens that are not padding. Heads are counted from the projection's size, so a row-wise shard of the projections runs
 through the same code with fewer heads.
+
+With ``recompute_activations`` the backward pass computes activations again instead of storing them. Full recomputation
+keeps the inputs of layers and runs the layer a second time (Chen et al. 2016): a third more work. Selective
+recomputation (after Korthikanti et al. 2022) leaves out what is large and takes little to compute again: the outputs of
+norms and of the GELU, which a linear layer would store as its input although they follow from what the norm and the
+GELU store themselves, and the scores of an attention that has no fused kernel. No matrix product of a linear layer and
+no communication happens twice.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +32,6 @@ from megatron01.config import ModelConfig
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
 from megatron01.models.cross_entropy import VocabularyLoss
-from megatron01.models.recomputation import computed_again
 
 _CUDNN_SINCE = "2.11"
 """The first version of torch with whose cuDNN attention was compared with plain attention, on an H200."""
@@ -246,6 +253,38 @@ class SelfAttention(nn.Module):
         return SDPBackend(choice).name.lower()
 
 
+def computed_again(
+    value: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, *, enabled: bool
+) -> AbstractContextManager[Any]:
+    """Context whose operations do not save ``value`` for the backward pass, which uses ``function(values)`` instead.
+
+    No effect under torch.compile, which decides itself what it saves.
+
+    Args:
+        value: what ``function(values)`` has returned, and returns again to the bit; contiguous, and held by the caller
+            until the end.
+        function: without random numbers.
+        values: stored for the backward pass by ``function`` itself, so that keeping it costs nothing.
+        enabled: otherwise the context has no effect.
+    """
+    if not enabled or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return nullcontext()
+    # hooks live as long as what they pack, so they must not reference the value itself
+    storage, num_elements, values = value.untyped_storage()._cdata, value.numel(), values.detach()
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | Callable[[], torch.Tensor]:
+        # the caller holds the value meanwhile, so that no other storage has its address
+        if saved.untyped_storage()._cdata != storage or saved.numel() != num_elements or not saved.is_contiguous():
+            return saved
+        shape = saved.shape
+        return lambda: function(values).view(shape)
+
+    def unpack(kept: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
+        return kept if isinstance(kept, torch.Tensor) else kept()
+
+    return saved_tensors_hooks(pack, unpack)
+
+
 class MLP(nn.Module):
     """Two projections with a GELU between them."""
 
@@ -306,7 +345,7 @@ class Transformer(nn.Module):
     """The stack of layers; the pre-norm form ends with one more norm.
 
     With ``recompute_activations`` full only each layer's input is kept for the backward pass, which runs the layer
-    again with the same random numbers for dropout; for selective see ``recomputation``.
+    again with the same random numbers for dropout.
     """
 
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:

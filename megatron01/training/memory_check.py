@@ -1,7 +1,10 @@
-"""Memory check: refuses a run that does not fit before it allocates its model."""
+"""Memory of a process: whether a run fits before it allocates its model, and what becomes of freed CPU tensors."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +15,7 @@ from torch import nn
 
 from megatron01.comm.kernels import triton_serves
 from megatron01.config import PretrainConfig
-from megatron01.cost.memory import PassBytes, accumulates_in_fp32, memory
+from megatron01.cost.memory import LARGE_BLOCK, PassBytes, accumulates_in_fp32, memory
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks
@@ -129,3 +132,31 @@ def _free_bytes_of_cgroups() -> Iterator[int]:
                 total = "total_" if controllers else ""
                 cache = re.findall(rf"^{total}(?:in)?active_file (\d+)", text_or_empty(f"{folder}/memory.stat"), re.M)
                 yield int(limit) - int(used) + sum(map(int, cache))
+
+
+# Memory of freed CPU tensors: glibc keeps it, or returns it to the system at once.
+#
+# glibc serves blocks of up to 32 MB from its heap, once a larger one has been freed (``mallopt(3)``,
+# "M_MMAP_THRESHOLD"). A tensor that is freed there leaves a hole between those that stay, which often does not hold
+# the next tensor of the same size, as tensors are aligned; the heap grows although there is room. The passes of a
+# model with recomputed activations then take half as much again as its tensors, and more
+# (benchmarks/results/memory_plan.md).
+
+# of <malloc.h>
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+
+def give_back_freed_blocks() -> None:
+    """From now on, return the memory of each large block to the system when it is freed, for the whole process.
+
+    No effect with other C libraries than glibc, or where the environment sets the threshold
+    (``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``).
+    """
+    chosen = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK)
+    # twice the other, as in glibc's dynamic adjustment of both, which setting them turns off
+    libc.mallopt(_M_TRIM_THRESHOLD, 2 * LARGE_BLOCK)

@@ -25,11 +25,10 @@ from megatron01.config import PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.cost.cluster import peak_flops
-from megatron01.cost.memory import accumulates_in_fp32
+from megatron01.cost.memory import accumulates_in_fp32, gives_back_freed_blocks
 from megatron01.data import SampleCounts, Splits, Tokenizer, build_tokenizer
 from megatron01.errors import FaultError, UserError
 from megatron01.models.layers import SelfAttention, compile_layers
-from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
 from megatron01.models.tensor_parallel import build_model_shard
 from megatron01.monitor.metrics import Meter, describe_traffic
 from megatron01.monitor.writers import open_recorder
@@ -45,7 +44,7 @@ from megatron01.training.consistency import (
 )
 from megatron01.training.data import RunData, saved_progress
 from megatron01.training.health import Health
-from megatron01.training.memory_check import MemoryCheck
+from megatron01.training.memory_check import MemoryCheck, give_back_freed_blocks
 from megatron01.training.state import SavedRun, start_from_weights
 from megatron01.training.step import Batch, ForwardStep, LossModule, mean_loss, training_step
 from megatron01.utils.formatting import format_count

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megatron01.config import GPTPretrainConfig, TrainingConfig
-from megatron01.cost.memory import pass_bytes
+from megatron01.cost.memory import gives_back_freed_blocks, pass_bytes
 from megatron01.models import GPT2
-from megatron01.models.recomputation import give_back_freed_blocks, gives_back_freed_blocks
+from megatron01.training.memory_check import give_back_freed_blocks
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries keep memory differently")
 
