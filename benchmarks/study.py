@@ -77,11 +77,12 @@ def of_training(evidence: Evidence, kind: str) -> str:
     head = ["optimizer", "rate", "seeds", score, f"gap to {evidence.baseline}'s best rate", "MB sent", "bits", "rounds"]
     rows = []
     for optimizer, by_rate in records.items():
+        tried = {run.rate for run in evidence.records if (run.kind, run.optimizer) == (kind, optimizer)}
         for rate, by_seed in sorted(by_rate.items()):
             values = [factor * record["score"] for record in by_seed.values()]
             one = next(iter(by_seed.values()))
             gap = [factor * (by_seed[seed]["score"] - baseline[seed]["score"]) for seed in by_seed if seed in baseline]
-            is_best = rate == evidence.best_rate(kind, optimizer) and len(evidence.rates(kind)) > 1
+            is_best = rate == evidence.best_rate(kind, optimizer) and len(tried) > 1
             own = " (its best)" if is_best else ""
             cells = [optimizer, f"{rate:g}{own}", str(len(values)), spread(values, digits)]
             cells += ["" if by_seed is baseline else difference(gap, digits), f"{one['bytes'] / 1e6:.3g}"]
