@@ -332,6 +332,22 @@ def test_a_run_that_goes_back_rolls_back_to_its_own_checkpoints(corpus, tmp_path
     assert "rolled back from iteration 14 to 10" in output
 
 
+def rolling_back(corpus, tmp_path, **settings):
+    """Settings of a run of 15 steps, which saves at 5, 10 and 15."""
+    return gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        load="auto",
+        run_dir=str(tmp_path / "run"),
+        save_interval=5,
+        log_interval=2,
+        on_loss_spike="roll_back",
+        eval_iters=0,
+        train_iters=15,
+        **settings,
+    )
+
+
 def go_on_into_a_spike(rank, world_size, config, resumed):
     parts = (GPT.build_datasets, GPT.build_model)
     pretrain(config, *parts, GPT.forward_step)
@@ -342,17 +358,7 @@ def go_on_into_a_spike(rank, world_size, config, resumed):
 
 def test_no_roll_back_to_samples_of_another_order(corpus, tmp_path):
     """A second phase with shorter sequences begins with a spike: the checkpoint before it is of the first phase."""
-    config = gpt_config(
-        corpus,
-        save=str(tmp_path / "saved"),
-        load="auto",
-        run_dir=str(tmp_path / "run"),
-        save_interval=5,
-        log_interval=2,
-        on_loss_spike="roll_back",
-        eval_iters=0,
-        train_iters=15,
-    )
+    config = rolling_back(corpus, tmp_path)
     resumed = with_settings(config, seq_length=16, train_iters=20)
     first, second = run_ranks(go_on_into_a_spike, 2, config, resumed)
     assert first == second and "\n" not in first
@@ -368,18 +374,7 @@ def roll_back_to_other_replicas(rank, world_size, config):
 
 
 def test_a_roll_back_to_the_state_of_other_replicas_says_that_it_is_averaged(corpus, tmp_path):
-    config = gpt_config(
-        corpus,
-        save=str(tmp_path / "saved"),
-        load="auto",
-        run_dir=str(tmp_path / "run"),
-        save_interval=5,
-        log_interval=2,
-        on_loss_spike="roll_back",
-        eval_iters=0,
-        train_iters=15,
-        global_batch_size=12,
-    )
+    config = rolling_back(corpus, tmp_path, global_batch_size=12)
     assert run_together(config) == [[None], [None]]
     output, *_ = run_ranks(roll_back_to_other_replicas, 3, with_settings(config, train_iters=18))
     start, after = output.split("rolled back from iteration 16 to 10")
