@@ -266,6 +266,22 @@ def spoiled(script, first, last):
     return forward_step
 
 
+def rolling_back(corpus, tmp_path, **settings):
+    """Settings of a run of 15 steps, which saves at 5, 10 and 15."""
+    return gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        load="auto",
+        run_dir=str(tmp_path / "run"),
+        save_interval=5,
+        log_interval=2,
+        on_loss_spike="roll_back",
+        eval_iters=0,
+        train_iters=15,
+        **settings,
+    )
+
+
 def roll_back_and_go_on(rank, world_size, config, resumed):
     """Returns rank 0's output of a run with a spike at step 13, and the error of one whose loss stays high."""
     output = io.StringIO()
@@ -284,17 +300,9 @@ def roll_back_and_go_on(rank, world_size, config, resumed):
 
 @pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "adam"]))
 def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimizer):
-    config = gpt_config(
-        corpus,
-        optimizer=optimizer,
-        save=str(tmp_path / "saved"),
-        run_dir=str(tmp_path / "run"),
-        save_interval=5,
-        log_interval=2,
-        on_loss_spike="roll_back",
-        max_roll_backs=2,
-        check_replicas_interval=1,
-        eval_iters=0,
+    config = with_settings(
+        rolling_back(corpus, tmp_path, optimizer=optimizer, max_roll_backs=2, check_replicas_interval=1),
+        load=None,
         train_iters=24,
         lr_decay_iters=24,
     )
@@ -330,22 +338,6 @@ def test_a_run_that_goes_back_rolls_back_to_its_own_checkpoints(corpus, tmp_path
     output, _ = run_ranks(go_back_and_roll_back, 2, config, branch)
     assert "holds later checkpoints, up to iteration 12: --load auto now goes on from 6" in output
     assert "rolled back from iteration 14 to 10" in output
-
-
-def rolling_back(corpus, tmp_path, **settings):
-    """Settings of a run of 15 steps, which saves at 5, 10 and 15."""
-    return gpt_config(
-        corpus,
-        save=str(tmp_path / "saved"),
-        load="auto",
-        run_dir=str(tmp_path / "run"),
-        save_interval=5,
-        log_interval=2,
-        on_loss_spike="roll_back",
-        eval_iters=0,
-        train_iters=15,
-        **settings,
-    )
 
 
 def go_on_into_a_spike(rank, world_size, config, resumed):
