@@ -59,7 +59,8 @@ def require_finite(logits: torch.Tensor) -> None:
     """Raises UserError if any of the logits (any shape) is NaN or infinite; fp16 holds no number above 65504."""
     if not logits.isfinite().all():
         kind = str(logits.dtype).removeprefix("torch.")
-        raise UserError(f"the model computes NaN or infinite logits in {kind}; give --dtype fp32 or bf16")
+        advice = "give --dtype fp32 or bf16" if logits.dtype is torch.float16 else "use another model or checkpoint"
+        raise UserError(f"the model computes NaN or infinite logits in {kind}; {advice}")
 
 
 def generate(model: GPT2, prompts: Sequence[Sequence[int]], **settings: Any) -> list[list[int]]:

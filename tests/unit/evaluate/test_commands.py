@@ -204,3 +204,8 @@ def test_numbers_that_fp16_does_not_hold(folder, tmp_path, capsys, name, large, 
     status, _, errors = run(capsys, *arguments, "--load", tmp_path / "model", "--dtype", "fp16")
     assert status == 2
     assert errors == "error: the model computes NaN or infinite logits in float16; give --dtype fp32 or bf16\n"
+    for weight in large:
+        weights[weight][:] = 3e38
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    status, _, errors = run(capsys, *arguments, "--load", tmp_path / "model", "--dtype", "fp32")
+    assert status == 2 and "logits in float32; use another model or checkpoint" in errors
