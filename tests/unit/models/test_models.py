@@ -370,17 +370,21 @@ def test_a_model_without_such_layers_is_left_alone():
 def test_attention_copies_nothing_to_change_a_layout(gpt_config):
     """Heads are views of the projection, and their gradients are assembled in its layout."""
     attention = SelfAttention(gpt_config(), causal=True)
-    called = []
+    called, copied = [], []
 
     class Calls(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            called.append(function._schema.name.partition("::")[2])
-            return function(*args, **(kwargs or {}))
+            name, result = function._schema.name.partition("::")[2], function(*args, **(kwargs or {}))
+            called.append(name)
+            is_layout = name in ("clone", "copy_", "contiguous", "_unsafe_view")  # torch 2.15 calls the last in linear
+            if is_layout and (name == "copy_" or result.data_ptr() != args[0].data_ptr()):
+                copied.append(name)
+            return result
 
     hidden = torch.randn(3, 11, 24, requires_grad=True)
     with torch.autograd.set_multithreading_enabled(False), Calls():
         attention(hidden, None).sum().backward()
-    assert called.count("stack") == 1 and not {"clone", "copy_", "contiguous", "_unsafe_view"} & set(called), called
+    assert called.count("stack") == 1 and not copied, called
 
 
 @pytest.mark.parametrize("masked", [False, True])
