@@ -12,13 +12,14 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, padded_vocab_size
-from megatron01.models.layers import SelfAttention, compile_layers
+from megatron01.models.layers import _CUDNN_SINCE, SelfAttention, compile_layers
 from megatron01.training.pretrain import _deterministic
 from tests.tiers import slow_after
 from tests.triton_setup import DEVICE
@@ -417,7 +418,10 @@ def test_cudnns_attention_is_left_out_where_it_was_not_tried(gpt_config, shape, 
     hidden = torch.randn(2, 128 if shape is None else shape[-1], 24)
     with _deterministic(deterministic), Looks():
         SelfAttention(gpt_config(), causal=False)(hidden, mask)
-    assert before and set(during) == ({True, False} if is_left_out else {True}) and enabled()
+    if TorchVersion(torch.__version__) < _CUDNN_SINCE:
+        assert not before and set(during) == {False} and not enabled()
+    else:
+        assert before and set(during) == ({True, False} if is_left_out else {True}) and enabled()
 
 
 def test_cudnns_attention_stays_off_where_the_user_has_turned_it_off(gpt_config):
