@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from megatron01.compare.runs import Column, Run
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of, optimizers
+from megatron01.config.yaml_files import dump_yaml, flat_settings, parse_plain_yaml
 from megatron01.errors import UserError
 
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
@@ -218,13 +218,12 @@ def _label(run: Run, firsts: Sequence[Run], leaving_out: str = "") -> str:
     return ", ".join([label_of(run.optimizer), *chosen[:_MOST_DIFFERENCES]])
 
 
-def _flat(config: PretrainConfig) -> set[tuple[str, str]]:
-    """Settings as pairs of ``section.name`` and value as text."""
-    sections = dataclasses.asdict(config).items()
-    return {(f"{section}.{name}", str(value)) for section, values in sections for name, value in values.items()}
+def _defaults(config_class: type[PretrainConfig]) -> set[tuple[str, str]]:
+    """The settings that a run has by default, as ``Run.settings`` holds them."""
+    return set(flat_settings(parse_plain_yaml(dump_yaml(config_class()), source=config_class.__name__)).items())
 
 
-_DEFAULTS = _flat(GPTPretrainConfig()) & _flat(BertPretrainConfig())
+_DEFAULTS = _defaults(GPTPretrainConfig) & _defaults(BertPretrainConfig)
 
 OfRun = Callable[[Run], Column]  # function from a run to a column, fp64[lines]
 

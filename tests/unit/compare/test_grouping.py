@@ -117,6 +117,21 @@ def test_the_learning_rate_is_named_only_where_it_must_be(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    ("setting", "default", "other", "named"),
+    [
+        ("momentum_bias_correction", True, False, "momentum_bias_correction false"),
+        ("variance_freeze_step", None, 50, "variance_freeze_step 50"),
+        ("adam_eps", 1e-8, 1e-6, "adam_eps 1.0e-06"),
+    ],
+)
+def test_defaults_are_not_named(tmp_path: Path, setting: str, default: object, other: object, named: str) -> None:
+    for name, value in (("default", default), ("other", other)):
+        write_run(tmp_path / name, lines(), optimizer__optimizer="zero_one_adam", **{f"optimizer__{setting}": value})
+    (section,) = sections([read_run(tmp_path / name) for name in ("default", "other")])
+    assert [group.label for group in section.groups] == ["0/1 Adam", f"0/1 Adam, {named}"]
+
+
 def test_runs_without_settings_stand_alone(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / name, lines()) for name in ("a", "b")]
     for folder in folders:
