@@ -32,6 +32,7 @@ from megatron01.errors import UserError
 from megatron01.parallel import lost_replica
 from megatron01.utils.files import open_regular
 from megatron01.utils.formatting import one_line
+from megatron01.utils.precision import dtype_name
 
 _FORMAT_NAMES = {
     "F64": torch.float64,
@@ -44,9 +45,6 @@ _FORMAT_NAMES = {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FORMAT_NAMES.values()}
-"""dtypes that a checkpoint may hold, by torch's names."""
 
 _INTERCHANGEABLE = {torch.float32, torch.bfloat16}
 _CHUNK_BYTES = 4 * 2**20
@@ -66,7 +64,7 @@ class StoredTensor:
 
     file: str
     offset: int  # byte at which the tensor's data begins in the file; C order, little-endian
-    dtype: str  # one of ``DTYPES``
+    dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
@@ -75,14 +73,14 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        return self.numel * DTYPES[self.dtype].itemsize
+        return self.numel * self.dtype.itemsize
 
     def part(self, first: int, count: int) -> StoredTensor:
         """Elements ``first`` to ``first + count`` of it, flat."""
-        return StoredTensor(self.file, self.offset + first * DTYPES[self.dtype].itemsize, self.dtype, (count,))
+        return StoredTensor(self.file, self.offset + first * self.dtype.itemsize, self.dtype, (count,))
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
 @contextmanager
@@ -150,11 +148,6 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a type: ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a safetensors file, by name. Raises UserError if it cannot be read, or is damaged."""
     with damage_named(path), open_regular(path) as file:
@@ -165,7 +158,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         stored = {}
         for name, entry in header.items():
             if name != "__metadata__":
-                dtype, (first, end) = dtype_name(_FORMAT_NAMES[entry["dtype"]]), entry["data_offsets"]
+                dtype, (first, end) = _FORMAT_NAMES[entry["dtype"]], entry["data_offsets"]
                 stored[name] = StoredTensor(path.name, start + first, dtype, tuple(entry["shape"]))
                 if end - first != stored[name].num_bytes:
                     raise ValueError(f"{stored[name]} in {end - first} bytes")
@@ -187,9 +180,8 @@ def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: 
 
 
 def _read(file: FileIO, place: StoredTensor, tensor: Tensor) -> None:
-    dtype = DTYPES[place.dtype]
-    is_direct = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
-    into = tensor if is_direct else torch.empty(tensor.shape, dtype=dtype)
+    is_direct = tensor.device.type == "cpu" and tensor.dtype == place.dtype and tensor.is_contiguous()
+    into = tensor if is_direct else torch.empty(tensor.shape, dtype=place.dtype)
     file.seek(place.offset)
     rest = _bytes_of(into)
     while rest:
@@ -214,7 +206,7 @@ def check_tensors(stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tens
                 "give the settings it was trained with, which its config.yaml holds"
             )
         found = stored[name]
-        dtypes = {DTYPES[found.dtype], tensor.dtype}
+        dtypes = {found.dtype, tensor.dtype}
         if (len(dtypes) > 1 and dtypes != _INTERCHANGEABLE) or found.shape != tuple(tensor.shape):
             wanted = f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
             raise UserError(

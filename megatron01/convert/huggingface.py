@@ -30,7 +30,7 @@ from megatron01.data.tokenizers import Tokenizer
 from megatron01.errors import UserError
 from megatron01.models.base import padded_vocab_size
 from megatron01.utils.files import read_json_object
-from megatron01.utils.precision import DTYPES
+from megatron01.utils.precision import DTYPES, dtype_name
 
 Config = GPTModelConfig | BertModelConfig
 Kind = Literal["same", "transposed", "vocabulary", "fused_transposed", "separate"]
@@ -418,7 +418,7 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision) -> 
         notes += [note] if note else []
         eod, pad = tokenizer.eod, 0 if tokenizer.masking is None else tokenizer.masking.pad
     entries = to_hf_config(model.config, model.vocab_size, binary_head=model.has_binary_head, eod=eod, pad=pad)
-    write_json(folder / CONFIG_FILE, entries | {"dtype": str(DTYPES[dtype]).removeprefix("torch.")})
+    write_json(folder / CONFIG_FILE, entries | {"dtype": dtype_name(DTYPES[dtype])})
     if isinstance(model.config, GPTModelConfig):
         write_json(folder / "generation_config.json", {"bos_token_id": eod, "eos_token_id": eod, "pad_token_id": eod})
     tensors = hf_tensors(model.weights, model.config, model.vocab_size)

@@ -13,6 +13,11 @@ from megatron01.errors import UserError
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
     """True if the setting ``device`` means a GPU here. Raises UserError if it is "cuda" and there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():

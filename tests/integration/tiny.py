@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 
 from megatron01.checkpoint.manifest import read_metadata
 from megatron01.checkpoint.reshard import read_headers
-from megatron01.checkpoint.storage import DTYPES, read_tensors
+from megatron01.checkpoint.storage import read_tensors
 from megatron01.config import (
     BertDataConfig,
     BertModelConfig,
@@ -131,7 +131,7 @@ def stored_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, of all processes: ``rank_00000/m.NAME``."""
     found = {}
     for rank, stored in enumerate(read_headers(checkpoint, read_metadata(checkpoint))):
-        tensors = {name: torch.empty(place.shape, dtype=DTYPES[place.dtype]) for name, place in stored.items()}
+        tensors = {name: torch.empty(place.shape, dtype=place.dtype) for name, place in stored.items()}
         read_tensors(checkpoint, stored, tensors)
         found |= {f"rank_{rank:05d}/{name}": tensor for name, tensor in tensors.items()}
     return found

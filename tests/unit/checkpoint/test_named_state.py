@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from megatron01.checkpoint.reshard import _by_stem
 from megatron01.checkpoint.storage import StoredTensor
 
 
 def stored(count):
-    return StoredTensor("file", 0, "float32", (count,))
+    return StoredTensor("file", 0, torch.float32, (count,))
 
 
 def test_names_tell_the_ranges():

@@ -122,7 +122,7 @@ def test_an_absurd_size_is_refused_without_memory_for_it(saved):
     huge = {"int32": dataclasses.replace(stored["int32"], shape=(10**15,))}
     with pytest.raises(UserError, match=r"int32\[1000000000000000\]"):
         check_tensors(huge, {"int32": TENSORS["int32"]}, folder)
-    assert StoredTensor("f", 0, "float32", (10**15, 10**15)).num_bytes == 4 * 10**30
+    assert StoredTensor("f", 0, torch.float32, (10**15, 10**15)).num_bytes == 4 * 10**30
 
 
 def with_header(path, change):
