@@ -182,13 +182,13 @@ def _task_counts(nodes: dict[str, list[Examination]]) -> list[str]:
 
 def _unreachable(first: Examination) -> list[str]:
     """Why other nodes cannot connect to a node over gloo, from its first process."""
-    names = ", ".join(f"{name} ({address})" for name, address, _ in first.interfaces if not address.startswith("127."))
+    names = ", ".join(f"{name} ({address})" for name, address, _ in first.interfaces if not is_loopback(address))
     if first.gloo is None and first.gloo_variable:
         return [
             f"{first.node} has no interface {first.gloo_variable.split(',')[0]}, which GLOO_SOCKET_IFNAME names; give"
             f" one of {names or 'its interfaces'}"
         ]
-    if first.gloo is not None and first.gloo[1].startswith("127."):
+    if first.gloo is not None and is_loopback(first.gloo[1]):
         resolves = f"resolves to {first.addresses[0]}" if first.addresses else "does not resolve"
         if first.addresses and not is_loopback(first.addresses[0]):
             resolves += ", an address of another machine,"
@@ -260,7 +260,7 @@ def describe_machines(processes: Sequence[Examination], launcher: str) -> list[s
         speeds = {
             interface: interface if megabits is None else f"{interface} {_rate(megabits)}"
             for interface, address, megabits in first.interfaces
-            if interface == gloo or not address.startswith("127.")
+            if interface == gloo or not is_loopback(address)
         }
         rows.append(
             (

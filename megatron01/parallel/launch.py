@@ -239,10 +239,6 @@ class Interface:
     address: str
     megabits: int | None
 
-    @property
-    def is_loopback(self) -> bool:
-        return self.address.startswith("127.")
-
 
 def interfaces() -> list[Interface]:
     """Network interfaces of this machine that have an IPv4 address, in the kernel's order."""
@@ -269,7 +265,7 @@ def gloo_interface(environ: Mapping[str, str] = os.environ) -> Interface | None:
         return next((each for each in available if each.name == chosen.split(",")[0]), None)
     address = next(filter(_is_own, own_addresses()), "127.0.0.1")
     if is_loopback(address):
-        return next((each for each in available if each.is_loopback), None)
+        return next((each for each in available if is_loopback(each.address)), None)
     return next((each for each in available if each.address == address), None)
 
 
