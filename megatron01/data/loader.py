@@ -17,8 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
-from megatron01.data.datasets import SampleDataset
-from megatron01.data.index_cache import Arrays
+from megatron01.data.datasets import SampleDataset, Samples
 from megatron01.errors import UserError
 from megatron01.utils.signals import is_main_thread, leave_signals_to_parent
 
@@ -32,7 +31,7 @@ class SampleSource(Protocol):
     def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]: ...
 
 
-def _read_batch(source: SampleSource, segments: NDArray[np.int64], size: int, start: int) -> Arrays | Exception:
+def _read_batch(source: SampleSource, segments: NDArray[np.int64], size: int, start: int) -> Samples | Exception:
     """A batch: the ``size`` samples from position ``start`` of the consumption order on.
 
     Errors are returned, to be raised by the receiving process. ``segments``: int64[segments, 2], see ``BatchLoader``.
@@ -52,7 +51,7 @@ def _read_batch(source: SampleSource, segments: NDArray[np.int64], size: int, st
         return RuntimeError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}")
 
 
-def _stacked(source: SampleSource, samples: Sequence[Mapping[str, Any]], first: int) -> Arrays:
+def _stacked(source: SampleSource, samples: Sequence[Mapping[str, Any]], first: int) -> Samples:
     """A batch of the samples of a user's dataset, from number ``first`` on. Raises UserError if they cannot be one."""
     dataset = type(source).__name__
     if not isinstance(samples[0], Mapping):
@@ -113,7 +112,7 @@ class BatchLoader:
         self._pins = torch.cuda.is_available()  # so that copies to the GPU need not be waited for
         self._workers: list[BaseProcess] = []
         positions: Any = range(num_samples)
-        self._loader: DataLoader[Arrays | Exception] = DataLoader(
+        self._loader: DataLoader[Samples | Exception] = DataLoader(
             positions,
             sampler=self._starts,
             batch_size=None,  # an element of the sampler stands for a batch
@@ -158,7 +157,7 @@ class BatchLoader:
                 tensors[name] = tensor.pin_memory() if self._pins else tensor
             yield tensors
 
-    def _start(self) -> Iterator[Arrays | Exception]:
+    def _start(self) -> Iterator[Samples | Exception]:
         before = multiprocessing.active_children()
         handler = signal.getsignal(signal.SIGCHLD)
         batches = iter(self._loader)

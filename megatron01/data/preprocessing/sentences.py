@@ -11,9 +11,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from itertools import accumulate
-from typing import Literal
 
-Lang = Literal["english", "lines"]
+from megatron01.config.commands import Lang
 
 # Never the last word of a sentence: a name or an example follows.
 _NEVER_LAST = frozenset(

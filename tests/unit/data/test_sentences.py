@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.data.preprocessing.sentences import Lang, split_sentences
+from megatron01.config.commands import Lang
+from megatron01.data.preprocessing.sentences import split_sentences
 
 
 @pytest.mark.parametrize(
