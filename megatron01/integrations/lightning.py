@@ -55,7 +55,7 @@ class CompressedDDP(DDPStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._loaded_from: Any = None
-        self._consensus: Any = None
+        self._replicated: Any = None
 
     @property
     def _ours(self) -> FlatOptimizer | None:
@@ -88,14 +88,14 @@ class CompressedDDP(DDPStrategy):
         return self._ours if state.fn == "fit" and not state.finished else None
 
     def _enter(self) -> None:
-        if (ours := self._training) is not None and self._consensus is None:
-            self._consensus = ours.replicated_weights()
-            self._consensus.__enter__()
+        if (ours := self._training) is not None and self._replicated is None:
+            self._replicated = ours.replicated_weights()
+            self._replicated.__enter__()
 
     def _leave(self) -> None:
-        if self._consensus is not None:
-            consensus, self._consensus = self._consensus, None
-            consensus.__exit__(None, None, None)
+        if self._replicated is not None:
+            replicated, self._replicated = self._replicated, None
+            replicated.__exit__(None, None, None)
 
     on_validation_start = _enter
     on_validation_end = on_train_start = _leave  # also after an interrupted validation
