@@ -70,6 +70,20 @@ class Tokenizer(ABC):
         """The vocabulary's entry for an id."""
 
 
+def checked_text(value: Any, what: str, place: str) -> str:
+    """``value``, if it is text that a tokenizer can encode; ``what`` and ``place`` are for the message.
+
+    Raises UserError if it is not text, or holds half of a surrogate pair, which cannot be encoded.
+    """
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {what} is {value!r}; expected text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: {what} holds half of a surrogate pair; expected text") from None
+    return value
+
+
 class TokenizerSettings(Protocol):
     """The settings that choose a tokenizer; DataConfig and PreprocessConfig have them."""
 

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from megatron01.data.indexed import IndexedDataset, check_fingerprint, check_ids, idx_path
 from megatron01.data.preprocessing.corpus import ByteStream, detect_compression, unpacked_blocks
-from megatron01.data.tokenizers import Tokenizer
+from megatron01.data.tokenizers import Tokenizer, checked_text
 from megatron01.errors import UserError
 from megatron01.evaluate.generation import require_finite
 from megatron01.models.cross_entropy import cross_entropy
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.files import checked_text, json_object
+from megatron01.utils.files import json_object
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron01.config.commands import FROM_MNLI, QUICK_DEV_EXAMPLES, QUICK_EXAMPLES, TASK_NAMES, GlueConfig, TaskName
+from megatron01.data.tokenizers import checked_text
 from megatron01.errors import UserError, import_optional
 from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, Pretrained
 from megatron01.finetune.results import NOTE, PUBLISHED, Column, Run, fingerprint_of, read_published, warn, write_file
 from megatron01.finetune.sweep import Sweep, devices_for
-from megatron01.utils.files import checked_text, json_object
+from megatron01.utils.files import json_object
 from megatron01.utils.formatting import one_line
 
 
@@ -475,7 +476,7 @@ def glue(config: GlueConfig) -> None:
         mnli_model=None if bench.from_mnli is None else bench.from_mnli.fingerprint,
         **({"quick": True} if config.quick else {}),
     )
-    sweep.do()
+    sweep.execute()
     if config.quick:  # not comparable with published rows
         note = (
             f"A quick look, at most {QUICK_EXAMPLES:,} examples to train on and {QUICK_DEV_EXAMPLES:,} to evaluate on:"

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron01.config.commands import SquadConfig
+from megatron01.data.tokenizers import checked_text
 from megatron01.errors import UserError
 from megatron01.finetune.bench import FineTuneBench, evaluate
 from megatron01.finetune.pretrained import Encoded, TextEncoder, as_input
 from megatron01.finetune.results import Column, Run, fingerprint_of, write_file
 from megatron01.finetune.sweep import Sweep, devices_for
-from megatron01.utils.files import checked_text, read_json_object
+from megatron01.utils.files import read_json_object
 
 
 class Answer(NamedTuple):
@@ -369,7 +370,7 @@ def squad(config: SquadConfig) -> None:
         max_answer_length=config.max_answer_length,
         model=bench.pretrained.fingerprint,
     )
-    sweep.do()
+    sweep.execute()
     best = sweep.show()
     if best:
         print(f"answers of the best run: {bench.answers_folder(best[TASK].best_run(COLUMNS[0].metric))}")

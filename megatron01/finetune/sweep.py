@@ -156,7 +156,7 @@ class Sweep:
         self._results: dict[Run, Result] = {}
         self._find_results()
 
-    def do(self) -> None:
+    def execute(self) -> None:
         """Execute the unfinished runs; in a SLURM array job, those of this array task."""
         mine = [] if self._config.report_only else self._runs[self._part :: self._num_parts]
         pending = [run for run in mine if run not in self._results]
@@ -183,7 +183,7 @@ class Sweep:
 
         try:
             if self._config.jobs * len(devices) == 1 or len(pending) == 1:
-                self._do_here(pending, done)
+                self._execute_here(pending, done)
             else:
                 run_in_processes(
                     type(self._bench), self._config, pending, done, _print_step,
@@ -194,7 +194,7 @@ class Sweep:
             raise
         self._find_results()
 
-    def _do_here(self, runs: Sequence[Run], done: Callable[[Result], None]) -> None:
+    def _execute_here(self, runs: Sequence[Run], done: Callable[[Result], None]) -> None:
         """Execute runs one after the other in this process; on a terminal with a progress bar over a run's steps."""
         with tqdm(unit=" steps", disable=None, file=sys.stderr, leave=False) as bar:
 

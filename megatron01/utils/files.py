@@ -187,17 +187,3 @@ def json_object(content: bytes | str, place: str, *, expected: str) -> dict[str,
     if not isinstance(contents, dict):
         raise UserError(f"{place} is not a JSON object; expected {expected}")
     return contents
-
-
-def checked_text(value: Any, what: str, place: str) -> str:
-    """``value``, if it is text that a tokenizer can encode; ``what`` and ``place`` are for the message.
-
-    Raises UserError if it is not text, or holds half of a surrogate pair, which cannot be encoded.
-    """
-    if not isinstance(value, str):
-        raise UserError(f"{place}: {what} is {value!r}; expected text")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{place}: {what} holds half of a surrogate pair; expected text") from None
-    return value
