@@ -237,7 +237,7 @@ COMMANDS: dict[str, Command] = {
     "train-tokenizer": _command(
         "Make a vocabulary from text.",
         "data.train_tokenizer:train_tokenizer",
-        "data.train_tokenizer:TrainTokenizerConfig",
+        "config.commands:TrainTokenizerConfig",
     ),
     "version": Command("Print the version.", lambda argv, prog: print(f"megatron01 {__version__}")),
     "watch": _command("Follow a run in the terminal.", "compare.watch:watch"),

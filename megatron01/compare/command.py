@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron01.compare import charts, page
 from megatron01.compare.grouping import Section, sections
@@ -19,8 +17,8 @@ from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_metrics, read_run
 from megatron01.compare.summary import answers, caption_of, conditions, summarize, table
 from megatron01.config.command_line import parse
-from megatron01.config.fields import Bounded, Positive
-from megatron01.errors import UserError, require
+from megatron01.config.commands import CompareConfig
+from megatron01.errors import UserError
 from megatron01.monitor.wandb_writer import (
     AXES,
     BYTES,
@@ -40,43 +38,6 @@ from megatron01.utils.formatting import columns, format_duration, markdown, one_
 PAGE_NAME = "index.html"
 _MOST_NAMED = 4  # runs in a note
 _WIDTH = 120  # of text on the terminal
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareConfig(Bounded):
-    """How runs are compared."""
-
-    output: Path = Path("comparison")
-    """Folder for index.html and the pictures; it is made."""
-    title: str = "Runs side by side"
-    """Heading of the page."""
-    png: bool = True
-    """Draw PNG files too. Charts need matplotlib: without it, --no-png writes a page of tables."""
-    baseline: str | None = None
-    """Group that losses and speed-ups are relative to, by its label's beginning; Adam or 1-bit Adam if not given."""
-    target_loss: float | None = None
-    """Loss that speed-ups are about; the lowest that all runs reach if not given."""
-    smoothing: Positive[int] | None = None
-    """Lines of metrics that a training loss is averaged over; a fortieth of the run if not given."""
-    freeze_step: Positive[int] | None = None
-    """Full steps of the 1-bit Adam that traffic is compared with where none of the runs is one."""
-    wandb: bool = False
-    """Put the comparison on wandb: the runs that are not there yet, the table and the curves, and a report."""
-    wandb_project: str | None = None
-    """Project of the comparison; that of the runs if not given."""
-    wandb_entity: str | None = None
-    """User or team of that project; your default one if not given."""
-    wandb_mode: Literal["offline", "online"] = "offline"
-    """offline writes folders that 'wandb sync' accepts; a report needs online."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.target_loss is None or math.isfinite(self.target_loss),
-            f"target_loss is {self.target_loss}; expected a number",
-        )
-        for name in ("wandb_project", "wandb_entity"):
-            require(getattr(self, name) is None or self.wandb, f"{name} is given, but not --wandb")
 
 
 def compare(argv: Sequence[str], prog: str) -> None:

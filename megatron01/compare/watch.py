@@ -15,10 +15,9 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from megatron01.compare.runs import (
     require_folder,
 )
 from megatron01.config.command_line import parse
-from megatron01.config.fields import Bounded, Bounds
+from megatron01.config.commands import WatchConfig
 from megatron01.config.registry import label_of
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes, beside_adam
@@ -44,16 +43,6 @@ _WIDTH_OF_CURVE = 40  # characters
 _LINES_OF_SPEED = 10  # lines of metrics over which a step's time is averaged
 _QUIET_STEPS = 5  # steps without a heartbeat after which a warning is shown
 _MOST_LINES = 4000  # most lines of metrics used; of more, every second, third, ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchConfig(Bounded):
-    """How a run is followed."""
-
-    once: bool = False
-    """Show the present state and end."""
-    interval: Annotated[float, Bounds(lambda value: 0.05 <= value <= 3600, "seconds between 0.05 and 3600")] = 1.0
-    """Seconds between two looks at the run's files."""
 
 
 def watch(argv: Sequence[str], prog: str) -> None:

@@ -1,7 +1,8 @@
-"""The settings of the commands beside ``pretrain``, ``plan`` and ``compare``: models, text, fine-tuning, machines."""
+"""The settings of the commands beside ``pretrain``, ``plan`` and ``schedule``: models, text, machines, runs."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -393,6 +394,69 @@ class PreprocessConfig(TextConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig(TextConfig):
+    """Make a vocabulary from text."""
+
+    output_prefix: str = field(metadata={"aliases": ("output",)})
+    """Path of the vocabulary, to which -vocab.txt, -vocab.json and -merges.txt, -tokenizer.json or .model is added."""
+    tokenizer_type: TokenizerType
+    """For which type: WordPiece (BertWordPiece...), byte-level BPE (GPT2BPETokenizer, or HuggingFaceTokenizer as one
+    tokenizer.json), or SentencePieceTokenizer."""
+    vocab_size: Positive[int] = 30522
+    """Entries of the vocabulary, special tokens included; some fewer if the text does not hold as many."""
+    alphabet_size: Positive[int] = 1000
+    """WordPiece: most different characters; text with rarer ones becomes [UNK]."""
+    sentencepiece_type: Literal["unigram", "bpe"] = "unigram"
+    """SentencePiece: how text is cut."""
+    sample: UpTo1 = 1.0
+    """Share of the documents to learn from, taken evenly; some gigabytes of text are plenty."""
+    json_keys: tuple[str, ...] = ("text",)
+    """Keys of each JSON object, or columns of each table, that hold text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig:
+    """Make one pair of token files out of several."""
+
+    input: tuple[str, ...]
+    """Paths of .bin/.idx pairs, in the order in which their documents are to follow each other; their extensions may
+    stay. All pairs of a folder, by name, where one is given."""
+    output_prefix: str = field(metadata={"aliases": ("output",)})
+    """Path of the new pair without extension."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig(Bounded):
+    """Check token files to the last byte."""
+
+    input: tuple[str, ...]
+    """Paths of .bin/.idx pairs, or folders of them; their extensions may stay, so that data/*.idx is such a list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig(OptionalTokenizer, VerifyConfig):
+    """Show what token files hold."""
+
+    documents: NotNegative[int] = 3
+    """How many of the first documents are shown."""
+    tokens: NotNegative[int] = 64
+    """How many tokens of each of them are shown."""
+    tokenizer_type: TokenizerType | None = None
+    """The tokenizer with which the files were made, to show text instead of token ids."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Token files of the shipped corpus."""
+
+    output: str = "data/prepared"
+    """Folder for gpt_text_document.{bin,idx} (byte-level BPE of 5000 entries, documents end with <|endoftext|>) and
+    bert_text_sentence.{bin,idx} (WordPiece of 5120 entries, one sequence per sentence)."""
+    workers: int = 1
+    """Processes that tokenize."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Bounded):
     """Checks of the machines of a job."""
 
@@ -411,3 +475,50 @@ class DoctorConfig(Bounded):
     timeout_seconds: Positive[float] = 120.0
     """Seconds for the processes to find each other, and for each exchange; the command as a whole ends after three
     times as long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareConfig(Bounded):
+    """How runs are compared."""
+
+    output: Path = Path("comparison")
+    """Folder for index.html and the pictures; it is made."""
+    title: str = "Runs side by side"
+    """Heading of the page."""
+    png: bool = True
+    """Draw PNG files too. Charts need matplotlib: without it, --no-png writes a page of tables."""
+    baseline: str | None = None
+    """Group that losses and speed-ups are relative to, by its label's beginning; Adam or 1-bit Adam if not given."""
+    target_loss: float | None = None
+    """Loss that speed-ups are about; the lowest that all runs reach if not given."""
+    smoothing: Positive[int] | None = None
+    """Lines of metrics that a training loss is averaged over; a fortieth of the run if not given."""
+    freeze_step: Positive[int] | None = None
+    """Full steps of the 1-bit Adam that traffic is compared with where none of the runs is one."""
+    wandb: bool = False
+    """Put the comparison on wandb: the runs that are not there yet, the table and the curves, and a report."""
+    wandb_project: str | None = None
+    """Project of the comparison; that of the runs if not given."""
+    wandb_entity: str | None = None
+    """User or team of that project; your default one if not given."""
+    wandb_mode: Literal["offline", "online"] = "offline"
+    """offline writes folders that 'wandb sync' accepts; a report needs online."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.target_loss is None or math.isfinite(self.target_loss),
+            f"target_loss is {self.target_loss}; expected a number",
+        )
+        for name in ("wandb_project", "wandb_entity"):
+            require(getattr(self, name) is None or self.wandb, f"{name} is given, but not --wandb")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchConfig(Bounded):
+    """How a run is followed."""
+
+    once: bool = False
+    """Show the present state and end."""
+    interval: Annotated[float, Bounds(lambda value: 0.05 <= value <= 3600, "seconds between 0.05 and 3600")] = 1.0
+    """Seconds between two looks at the run's files."""

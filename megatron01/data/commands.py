@@ -6,17 +6,14 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron01.config import TokenizerType
 from megatron01.config.command_line import Command, dispatch, parse
-from megatron01.config.commands import OptionalTokenizer, PreprocessConfig
-from megatron01.config.fields import Bounded, NotNegative
+from megatron01.config.commands import InspectConfig, MergeConfig, PreprocessConfig, SampleConfig, VerifyConfig
 from megatron01.data.indexed import (
     IndexedDataset,
     bin_path,
@@ -34,37 +31,6 @@ from megatron01.errors import UserError, require
 from megatron01.utils.files import SHIPPED, write_atomically
 
 _EXTENSIONS = (".bin", ".idx", ".json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeConfig:
-    """Make one pair of token files out of several."""
-
-    input: tuple[str, ...]
-    """Paths of .bin/.idx pairs, in the order in which their documents are to follow each other; their extensions may
-    stay. All pairs of a folder, by name, where one is given."""
-    output_prefix: str = field(metadata={"aliases": ("output",)})
-    """Path of the new pair without extension."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Bounded):
-    """Check token files to the last byte."""
-
-    input: tuple[str, ...]
-    """Paths of .bin/.idx pairs, or folders of them; their extensions may stay, so that data/*.idx is such a list."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectConfig(OptionalTokenizer, VerifyConfig):
-    """Show what token files hold."""
-
-    documents: NotNegative[int] = 3
-    """How many of the first documents are shown."""
-    tokens: NotNegative[int] = 64
-    """How many tokens of each of them are shown."""
-    tokenizer_type: TokenizerType | None = None
-    """The tokenizer with which the files were made, to show text instead of token ids."""
 
 
 def data(argv: Sequence[str], prog: str) -> None:
@@ -266,17 +232,6 @@ def _shown(dataset: IndexedDataset, sequences: range, tokenizer: Tokenizer | Non
 
 _CODE = [Path(__file__).with_name("tokenizers.py"), *sorted((Path(__file__).parent / "preprocessing").glob("*.py"))]
 """Source files that, beside corpus and vocabularies, determine the sample's contents."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """Token files of the shipped corpus."""
-
-    output: str = "data/prepared"
-    """Folder for gpt_text_document.{bin,idx} (byte-level BPE of 5000 entries, documents end with <|endoftext|>) and
-    bert_text_sentence.{bin,idx} (WordPiece of 5120 entries, one sequence per sentence)."""
-    workers: int = 1
-    """Processes that tokenize."""
 
 
 def make_sample(config: SampleConfig) -> None:

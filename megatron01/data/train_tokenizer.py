@@ -9,16 +9,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers, trainers
 
-from megatron01.config import TokenizerType
-from megatron01.config.commands import PreprocessConfig, TextConfig
-from megatron01.config.fields import Positive, UpTo1
+from megatron01.config.commands import PreprocessConfig, TrainTokenizerConfig
 from megatron01.data.preprocessing.corpus import Position, read_chunks
 from megatron01.data.preprocessing.documents import decode_chunk
 from megatron01.data.preprocessing.inputs import resolve_inputs
@@ -35,27 +32,6 @@ from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import write_atomically, writing
 
 _MEGABYTES_PER_LINE = 200  # (million characters) of text between two lines of progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainTokenizerConfig(TextConfig):
-    """Make a vocabulary from text."""
-
-    output_prefix: str = field(metadata={"aliases": ("output",)})
-    """Path of the vocabulary, to which -vocab.txt, -vocab.json and -merges.txt, -tokenizer.json or .model is added."""
-    tokenizer_type: TokenizerType
-    """For which type: WordPiece (BertWordPiece...), byte-level BPE (GPT2BPETokenizer, or HuggingFaceTokenizer as one
-    tokenizer.json), or SentencePieceTokenizer."""
-    vocab_size: Positive[int] = 30522
-    """Entries of the vocabulary, special tokens included; some fewer if the text does not hold as many."""
-    alphabet_size: Positive[int] = 1000
-    """WordPiece: most different characters; text with rarer ones becomes [UNK]."""
-    sentencepiece_type: Literal["unigram", "bpe"] = "unigram"
-    """SentencePiece: how text is cut."""
-    sample: UpTo1 = 1.0
-    """Share of the documents to learn from, taken evenly; some gigabytes of text are plenty."""
-    json_keys: tuple[str, ...] = ("text",)
-    """Keys of each JSON object, or columns of each table, that hold text."""
 
 
 def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:

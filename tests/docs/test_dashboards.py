@@ -6,9 +6,8 @@ import dataclasses
 import re
 from pathlib import Path
 
-from megatron01.compare.command import CompareConfig
-from megatron01.compare.watch import WatchConfig
 from megatron01.config import GPTPretrainConfig
+from megatron01.config.commands import CompareConfig, WatchConfig
 from megatron01.config.fields import Settings
 from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.wandb_writer import SECTIONS

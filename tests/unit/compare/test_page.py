@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from megatron01.compare import charts as colors
-from megatron01.compare.command import CompareConfig, compare_runs
+from megatron01.compare.command import compare_runs
 from megatron01.compare.page import render
 from megatron01.compare.runs import read_run
+from megatron01.config.commands import CompareConfig
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
 VOID = {"meta", "input", "br", "hr", "img", "link"}

@@ -11,8 +11,9 @@ import pytest
 
 from megatron01 import cli
 from megatron01.compare import command
-from megatron01.compare.command import CompareConfig, build_report, compare_runs
+from megatron01.compare.command import build_report, compare_runs
 from megatron01.compare.runs import read_run
+from megatron01.config.commands import CompareConfig
 from megatron01.monitor.wandb_writer import SECONDS_TO_CLOSE, STATE_NAME
 from tests.unit.compare.folders import lines, write_family, write_run
 from tests.unit.monitor.offline_wandb import history, records

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from megatron01.config.commands import PreprocessConfig
+from megatron01.config.commands import PreprocessConfig, TrainTokenizerConfig
 from megatron01.data import Tokenizer, build_tokenizer
-from megatron01.data.train_tokenizer import TrainTokenizerConfig, train_tokenizer
+from megatron01.data.train_tokenizer import train_tokenizer
 from megatron01.errors import UserError
 
 TEXTS = [
