@@ -22,11 +22,12 @@ _COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
 _SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
-def write_tokenizer(files: TokenizerFiles, tokenizer: Tokenizer, folder: Path, *, max_length: int) -> str | None:
+def write_tokenizer(files: TokenizerFiles, folder: Path, *, max_length: int) -> str | None:
     """Write what ``AutoTokenizer.from_pretrained`` needs, and the original vocabulary beside it.
 
     ``max_length``: positions of the model. Returns a warning for the user, or None.
     """
+    tokenizer = files.built
     entries: dict[str, Any] = {"model_max_length": max_length}
     if files.tokenizer_type == "SentencePieceTokenizer":  # which transformers 5 reads itself
         assert isinstance(tokenizer, SentencePieceTokenizer)

@@ -413,8 +413,8 @@ def write_hf_folder(model: PortableModel, folder: Path, *, dtype: Precision) -> 
     notes = []
     eod, pad = None, 0
     if model.tokenizer is not None:
-        tokenizer = model.built_tokenizer()
-        note = write_tokenizer(model.tokenizer, tokenizer, folder, max_length=model.config.max_position_embeddings)
+        tokenizer = model.tokenizer.built
+        note = write_tokenizer(model.tokenizer, folder, max_length=model.config.max_position_embeddings)
         notes += [note] if note else []
         eod, pad = tokenizer.eod, 0 if tokenizer.masking is None else tokenizer.masking.pad
     entries = to_hf_config(model.config, model.vocab_size, binary_head=model.has_binary_head, eod=eod, pad=pad)

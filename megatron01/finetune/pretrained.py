@@ -28,7 +28,7 @@ from megatron01.convert.huggingface import (
 )
 from megatron01.convert.native import is_checkpoint
 from megatron01.convert.portable import TokenizerFiles, refuse_non_finite
-from megatron01.data.tokenizers import SentencePieceTokenizer, Tokenizer, build_tokenizer
+from megatron01.data.tokenizers import SentencePieceTokenizer, Tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.formatting import one_line
 
@@ -148,13 +148,12 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
         if tokenizer is None:
             return _load_folder(path, path, load, head)
         with tempfile.TemporaryDirectory() as folder:
-            built = build_tokenizer(tokenizer)
-            write_tokenizer(tokenizer, built, Path(folder), max_length=_NO_LIMIT)
+            write_tokenizer(tokenizer, Path(folder), max_length=_NO_LIMIT)
             pretrained = _load_folder(path, Path(folder), load, head)
         config = pretrained.config
         own = find_tokenizer(path, model_type=config.model_type, num_ids=config.vocab_size)
         if own is not None:
-            require_same_rules(built, build_tokenizer(own))
+            require_same_rules(tokenizer.built, own.built)
         return pretrained
     portable = read_model(load, tokenizer)
     if portable.architecture != "BERT":

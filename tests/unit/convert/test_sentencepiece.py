@@ -66,12 +66,12 @@ def exported(model: bytes, folder: Path) -> tuple[str | None, SentencePieceToken
     path = folder / "spiece.model"
     path.write_bytes(model)
     files = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
-    tokenizer = build_tokenizer(files)
+    tokenizer = files.built
     assert isinstance(tokenizer, SentencePieceTokenizer)
     target = folder / "hf"
     target.mkdir()
     (target / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    return write_tokenizer(files, tokenizer, target, max_length=64), tokenizer
+    return write_tokenizer(files, target, max_length=64), tokenizer
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
