@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -273,11 +272,8 @@ class SquadConfig(FineTuneConfig):
     dev_file: Path
     """Development set, such as dev-v1.1.json."""
     batch_sizes: tuple[int, ...] = (32,)
-    """Batch sizes to try."""
     learning_rates: tuple[float, ...] = (3e-5, 5e-5)
-    """Peak learning rates to try."""
     seeds: Positive[int] = 5
-    """Runs of each setting, with the seeds 0, 1, ...; the median over them counts."""
     max_length: int = 384
     """Tokens of question and context together; a longer context is divided into windows."""
     doc_stride: Positive[int] = 128
@@ -506,10 +502,6 @@ class CompareConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.target_loss is None or math.isfinite(self.target_loss),
-            f"target_loss is {self.target_loss}; expected a number",
-        )
         for name in ("wandb_project", "wandb_entity"):
             require(getattr(self, name) is None or self.wandb, f"{name} is given, but not --wandb")
 

@@ -10,11 +10,6 @@ from typing import Literal
 from megatron01.config.fields import Below1, Bounded, NotNegative, Positive, UpTo1
 from megatron01.errors import UserError, require
 
-# Which token files a run reads, and how much of each: the settings ``data_path`` and ``train_data_path`` in structure.
-#
-# As in Megatron-LM, a list is either prefixes alone or weights and prefixes in turn. Imports nothing heavy: settings
-# are checked with it before anything is loaded.
-
 
 @dataclass(frozen=True)
 class Source:
@@ -25,7 +20,7 @@ class Source:
 
 
 def parse_sources(texts: Sequence[str], *, name: str) -> tuple[Source, ...]:
-    """The pairs that the setting ``name`` lists: ``prefix ...`` or ``weight prefix weight prefix ...``.
+    """The pairs that the setting ``name`` lists: ``prefix ...``, or ``weight prefix ...`` in turn, as in Megatron-LM.
 
     Raises UserError if weights and prefixes do not alternate, a weight is not positive, or a prefix is empty.
     """
@@ -151,7 +146,6 @@ class BertDataConfig(DataConfig):
     """Text, tokenizer, objective and masking for BERT."""
 
     tokenizer_type: TokenizerType = "BertWordPieceLowerCase"
-    """How text was turned into tokens."""
     objective: Literal["sop", "nsp", "none"] = "sop"
     """Sentence task beside masked tokens: sentence order (Megatron), next sentence (original BERT), or none."""
     masking: Literal["whole_word_ngram", "token"] = "whole_word_ngram"

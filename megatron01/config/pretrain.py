@@ -72,9 +72,7 @@ class BertModelConfig(ModelConfig):
     """Shape of the BERT encoder."""
 
     max_position_embeddings: Positive[int] = 512
-    """Rows of the learned position table; at least the sequence length."""
     layernorm_epsilon: Positive[float] = 1e-12
-    """Added to the variance inside every layer norm."""
     norm_placement: Literal["post", "pre"] = "post"
     """Layer norm after each residual sum (original BERT) or before each sublayer (Megatron's BERT)."""
 
