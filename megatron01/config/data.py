@@ -12,14 +12,14 @@ from megatron01.errors import UserError, require
 
 
 @dataclass(frozen=True)
-class Source:
+class BlendEntry:
     """A .bin/.idx pair in a blend."""
 
     prefix: str  # path of the pair without extension
     weight: float | None  # share of the samples, relative to others; None where shares follow the number of tokens
 
 
-def parse_sources(texts: Sequence[str], *, name: str) -> tuple[Source, ...]:
+def parse_sources(texts: Sequence[str], *, name: str) -> tuple[BlendEntry, ...]:
     """The pairs that the setting ``name`` lists: ``prefix ...``, or ``weight prefix ...`` in turn, as in Megatron-LM.
 
     Raises UserError if weights and prefixes do not alternate, a weight is not positive, or a prefix is empty.
@@ -29,9 +29,9 @@ def parse_sources(texts: Sequence[str], *, name: str) -> tuple[Source, ...]:
     numbers = [_number(text) for text in texts]
     weighted = len(texts) % 2 == 0 and all(number is not None for number in numbers[::2])
     sources = (
-        [Source(prefix, weight) for weight, prefix in zip(numbers[::2], texts[1::2], strict=True)]
+        [BlendEntry(prefix, weight) for weight, prefix in zip(numbers[::2], texts[1::2], strict=True)]
         if weighted
-        else [Source(prefix, None) for prefix in texts]
+        else [BlendEntry(prefix, None) for prefix in texts]
     )
     for source in sources:
         if not source.prefix:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import DataConfig
-from megatron01.config.data import Source, parse_sources
+from megatron01.config.data import BlendEntry, parse_sources
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
 from megatron01.data.indexed import IndexedDataset, bin_path, check_fingerprint, check_ids, idx_path
 from megatron01.data.kernels import fill_blend_order
@@ -358,7 +358,7 @@ class SplitBuilder(ABC):
             raise UserError(f"{name} is not given; expected the path of a .bin/.idx pair without extension")
         return [self._share(source, split) for source in parse_sources(texts, name=name)] if texts else []
 
-    def _share(self, source: Source, split: str) -> Share:
+    def _share(self, source: BlendEntry, split: str) -> Share:
         files = self._open(source.prefix)
         count = len(files) if self.sequences_are_documents else files.num_documents
         documents = 0, count

@@ -27,7 +27,7 @@ from megatron01.finetune.results import Column, Result, Run
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 """Makes the keyword arguments of a model, tensors by name, from a batch of examples."""
 
-Progress = Callable[[Run, int, int], None]
+StepCallback = Callable[[Run, int, int], None]
 """Called after each step with the run, its number of steps done, and the total."""
 
 _STEPS_BETWEEN_CHECKS = 50  # that the loss is finite; each check synchronizes with the GPU
@@ -48,7 +48,7 @@ def fine_tune(
     collate: Collate,
     config: FineTuneConfig,
     run: Run,
-    progress: Progress,
+    progress: StepCallback,
 ) -> Training:
     """Train a model in place.
 
@@ -200,7 +200,7 @@ class FineTuneBench(ABC):
         all_amounts = [amounts[run.task] for run in runs]
         return of_a_unit * sum(self.config.epochs * train + _EVALUATION_COST * dev for train, dev in all_amounts)
 
-    def measure(self, run: Run, progress: Progress) -> Result:
+    def measure(self, run: Run, progress: StepCallback) -> Result:
         """Train a model and evaluate it on the development sets; the metrics of a diverged run are 0."""
         start = time.monotonic()
         model, training = self.train(run, progress)
@@ -215,7 +215,7 @@ class FineTuneBench(ABC):
             seconds=round(time.monotonic() - start, 3),
         )
 
-    def train(self, run: Run, progress: Progress = lambda *_: None) -> tuple[Any, Training]:
+    def train(self, run: Run, progress: StepCallback = lambda *_: None) -> tuple[Any, Training]:
         """Train the model of a run; returns it (a transformers model) and the outcome."""
         model, collate = self.new_model(run), partial(self.collate, run.task)
         return model, fine_tune(model, self.inputs(run.task)[0], collate, self.config, run, progress)

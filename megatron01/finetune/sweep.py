@@ -17,7 +17,7 @@ from tqdm import tqdm
 from megatron01.config.commands import FineTuneConfig
 from megatron01.errors import FaultError, UserError
 from megatron01.finetune import results
-from megatron01.finetune.bench import FineTuneBench, Progress
+from megatron01.finetune.bench import FineTuneBench, StepCallback
 from megatron01.finetune.results import Result, Run, Setting
 from megatron01.parallel.launch import environment_number
 from megatron01.utils.files import writing
@@ -73,7 +73,7 @@ def run_in_processes(
     config: Any,
     runs: Sequence[Run],
     done: Callable[[Result], None],
-    progress: Progress,
+    progress: StepCallback,
     *,
     devices: Sequence[torch.device],
     jobs: int,
@@ -105,7 +105,7 @@ def _open_worker(open_bench: Callable[..., FineTuneBench], config: Any, device: 
     return lambda run, report: measure(bench, run, _each_minute(lambda *step: report(step)))
 
 
-def measure(bench: FineTuneBench, run: Run, progress: Progress) -> Result:
+def measure(bench: FineTuneBench, run: Run, progress: StepCallback) -> Result:
     """Execute a run. Raises UserError if the GPU's memory is too small for it."""
     try:
         return bench.measure(run, progress)
@@ -115,7 +115,7 @@ def measure(bench: FineTuneBench, run: Run, progress: Progress) -> Result:
         ) from error
 
 
-def _each_minute(report: Progress) -> Progress:
+def _each_minute(report: StepCallback) -> StepCallback:
     """``report``, rate-limited to once a minute."""
     reported = time.monotonic()
 

@@ -145,7 +145,7 @@ def check_same_run(record: RunRecord, settings: Mapping[str, Any], sources: Sequ
             sources[number].check_unchanged_before(record.position)
 
 
-class Progress:
+class ProgressBar:
     """A progress bar on a terminal, lines elsewhere: documents, tokens, MB/s, time left if the input's size is known.
 
     Args:
@@ -274,7 +274,7 @@ class _Run:
         if workers is None:
             workers = 1 if total is not None and total < _LITTLE_TEXT else len(os.sched_getaffinity(0))
         start = self._record.position
-        progress = Progress(total, before[start.source] + start.consumed, self.summary, self._config.log_interval)
+        progress = ProgressBar(total, before[start.source] + start.consumed, self.summary, self._config.log_interval)
         chunks = read_chunks(self._sources, start)
         encoded_chunks = encode_in_order(self._config, self._tokenizer, chunks, workers)
         with closing(progress), closing(encoded_chunks):

@@ -8,7 +8,7 @@ import pytest
 
 from megatron01.data.indexed import BuilderState
 from megatron01.data.preprocessing import preprocess as progress_module
-from megatron01.data.preprocessing.preprocess import PreprocessSummary, Progress
+from megatron01.data.preprocessing.preprocess import PreprocessSummary, ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -31,7 +31,7 @@ def summary(documents: int, megabytes: float) -> PreprocessSummary:
 
 def test_lines(clock: list[float]) -> None:
     stream = io.StringIO()
-    progress = Progress(1000, 100, summary(10, 1), 20, stream)  # resumed after 10 documents
+    progress = ProgressBar(1000, 100, summary(10, 1), 20, stream)  # resumed after 10 documents
     for seconds, documents, done in [(2, 29, 200), (4, 30, 300), (6, 49, 400), (10, 95, 550), (11, 99, 600)]:
         clock[0] = 100.0 + seconds
         progress.update(summary(documents, 1 + seconds), done)
@@ -45,7 +45,7 @@ def test_lines(clock: list[float]) -> None:
 
 def test_lines_without_a_known_size(clock: list[float]) -> None:
     stream = io.StringIO()
-    progress = Progress(None, 0, summary(0, 0), 1, stream)
+    progress = ProgressBar(None, 0, summary(0, 0), 1, stream)
     clock[0] = 102.0
     progress.update(summary(5, 1), 0)
     assert stream.getvalue() == "5 documents, 55 tokens, 0.5 MB/s\n"
@@ -54,7 +54,7 @@ def test_lines_without_a_known_size(clock: list[float]) -> None:
 @pytest.mark.parametrize("total", [1000, None])
 def test_a_bar_on_a_terminal(clock: list[float], total: int | None) -> None:
     stream = Terminal()
-    progress = Progress(total, 0, summary(0, 0), 1, stream)
+    progress = ProgressBar(total, 0, summary(0, 0), 1, stream)
     clock[0] = 102.0
     progress.update(summary(200_000, 4), 500)
     progress.close()

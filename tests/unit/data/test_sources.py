@@ -8,16 +8,16 @@ import pytest
 
 from megatron01.config import DataConfig, GPTPretrainConfig
 from megatron01.config.command_line import parse
-from megatron01.config.data import Source, parse_sources
+from megatron01.config.data import BlendEntry, parse_sources
 from megatron01.errors import UserError
 
 
 def test_weights_and_prefixes() -> None:
-    assert parse_sources(["a"], name="data_path") == (Source("a", None),)
-    assert parse_sources(["0.3", "a", "7e-1", "b"], name="data_path") == (Source("a", 0.3), Source("b", 0.7))
-    assert parse_sources(["a", "b", "c"], name="data_path") == tuple(Source(name, None) for name in "abc")
-    assert parse_sources(["2024"], name="data_path") == (Source("2024", None),)  # a path may be a number
-    assert parse_sources(["1", "2024"], name="data_path") == (Source("2024", 1.0),)
+    assert parse_sources(["a"], name="data_path") == (BlendEntry("a", None),)
+    assert parse_sources(["0.3", "a", "7e-1", "b"], name="data_path") == (BlendEntry("a", 0.3), BlendEntry("b", 0.7))
+    assert parse_sources(["a", "b", "c"], name="data_path") == tuple(BlendEntry(name, None) for name in "abc")
+    assert parse_sources(["2024"], name="data_path") == (BlendEntry("2024", None),)  # a path may be a number
+    assert parse_sources(["1", "2024"], name="data_path") == (BlendEntry("2024", 1.0),)
 
 
 @pytest.mark.parametrize(
