@@ -80,12 +80,12 @@ def existing_folder(folder: Path, iteration: int) -> Path:
 
 
 def _replaced_folder(final: Path) -> Path:
-    return final.with_name(final.name + ".replaced")
+    return final.with_suffix(".replaced")
 
 
 def incomplete_folder(folder: Path, iteration: int) -> Path:
     """Folder in which the checkpoint of one iteration is written before it is renamed."""
-    return folder / f"iter_{iteration:07d}.incomplete"
+    return iteration_folder(folder, iteration).with_suffix(".incomplete")
 
 
 def left_overs(folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ import torch
 
 from megatron01.config import Precision
 from megatron01.config.commands import ConvertConfig
-from megatron01.config.yaml_files import load_plain_yaml
+from megatron01.config.yaml_files import flat_settings, load_plain_yaml
 from megatron01.convert.huggingface import is_hf_folder, read_hf_folder, write_hf_folder
 from megatron01.convert.megatron import is_megatron, read_megatron
 from megatron01.convert.native import is_checkpoint, read_checkpoint, write_checkpoint
@@ -36,12 +36,8 @@ def checkpoints_of_run(path: Path) -> Path | None:
     """
     if not (path / "config.yaml").is_file() or not (path / "environment.json").is_file():
         return None
-    settings = load_plain_yaml(path / "config.yaml")
     environment = read_json_object(path / "environment.json", expected="one that a run has written")
-    try:
-        save = str(settings["checkpoint"]["save"])
-    except (LookupError, TypeError):
-        save = "null"
+    save = flat_settings(load_plain_yaml(path / "config.yaml")).get("checkpoint.save", "null")
     if save == "null":
         raise UserError(f"{path} is the folder of a run that saved no checkpoints; give the folder of a model")
     places = (Path(save), Path(str(environment.get("working_folder", ""))) / save, path / Path(save).name)

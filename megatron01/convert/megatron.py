@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from megatron01.checkpoint.manifest import TRACKER_NAME
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
 from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, refuse_non_finite, vocabulary_rows
 from megatron01.convert.torch_files import load_tensors
@@ -202,7 +202,7 @@ def _rank_files(path: Path) -> list[Path]:
         name = tracker.read_text(encoding="ascii", errors="replace").strip()
         if name != "release" and not name.isdecimal():
             raise UserError(f"{tracker} holds {name[:40]!r}; expected the number of an iteration, or release")
-        folder = path / (name if name == "release" else f"iter_{int(name):07d}")
+        folder = path / name if name == "release" else iteration_folder(path, int(name))
     ranks = {}
     for entry in folder.glob("mp_rank_*"):
         match = _RANK.fullmatch(entry.name)

@@ -15,7 +15,8 @@ from typing import Any, Literal
 from tokenizers import Tokenizer as Backend
 from tokenizers import pre_tokenizers, trainers
 
-from megatron01.config.commands import PreprocessConfig, TrainTokenizerConfig
+from megatron01.config import DataConfig
+from megatron01.config.commands import TrainTokenizerConfig
 from megatron01.data.preprocessing.corpus import Position, read_chunks
 from megatron01.data.preprocessing.documents import decode_chunk
 from megatron01.data.preprocessing.inputs import resolve_inputs
@@ -64,10 +65,8 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
     with writing(config.output_prefix, "check output_prefix"):
         for path, content in zip(files.values(), contents, strict=True):
             write_atomically(path, content)
-    # loaded as a run would load it
     settings: dict[str, Any] = {name: str(path) for name, path in files.items()}
-    settings |= {name: getattr(config, name) for name in ("input", "output_prefix", "tokenizer_type")}
-    tokenizer = build_tokenizer(PreprocessConfig(**settings))
+    tokenizer = build_tokenizer(DataConfig(tokenizer_type=kind, **settings))  # as a run would load it
     _log(f"{tokenizer.vocab_size} entries from {texts.num_documents} documents, {texts.num_characters} characters")
     if tokenizer.vocab_size < config.vocab_size:
         _log(f"note: the text does not hold the {config.vocab_size} entries of vocab_size")
