@@ -45,7 +45,8 @@ def plan(argv: Sequence[str], prog: str) -> None:
 
 def describes_bert(argv: Sequence[str]) -> bool:
     """True if --config files and flags choose a BERT tokenizer, or set a setting that only BERT has."""
-    only_bert = Settings(BertPretrainConfig).by_key.keys() - Settings(GPTPretrainConfig).by_key.keys()
+    bert, gpt = Settings(BertPretrainConfig).by_key, Settings(GPTPretrainConfig).by_key
+    only_bert = {key: setting.flag for key, setting in bert.items() if key not in gpt}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config", action="append", default=[])
     parser.add_argument("--tokenizer-type", default="")
@@ -55,11 +56,10 @@ def describes_bert(argv: Sequence[str]) -> bool:
         return False
     if given.tokenizer_type:
         return str(given.tokenizer_type).startswith("Bert")
-    flags = {argument.split("=")[0].removeprefix("--no-").removeprefix("--") for argument in rest}
+    flags = {argument.split("=")[0].replace("--no-", "--") for argument in rest}
     settings: dict[str, str] = {}
     for path in given.config:
         with suppress(UserError):  # ``parse`` reports it
             settings |= flat_settings(load_plain_yaml(find_config(path)))
-    return any(key.split(".")[1].replace("_", "-") in flags or key in settings for key in only_bert) or settings.get(
-        "data.tokenizer_type", ""
-    ).startswith("Bert")
+    has_berts = not flags.isdisjoint(only_bert.values()) or not only_bert.keys().isdisjoint(settings)
+    return has_berts or settings.get("data.tokenizer_type", "").startswith("Bert")
