@@ -51,16 +51,23 @@ def _of_pairs(help: str, config_class: type[Any], run: Callable[[Any], None]) ->
 
 
 def _prefixes(paths: Sequence[str]) -> list[str]:
-    """Prefixes of the pairs in folders, and of those to which files belong; any other path is a prefix already."""
-    prefixes = []
+    """Prefixes of the pairs in folders, and of those to which files belong; any other path is a prefix already.
+
+    Several files of a pair, as a shell makes of shard*, stand for it once.
+    """
+    prefixes: list[str] = []
+    extensions: dict[str, str] = {}  # of the file that stands for a pair, by prefix
     for path in paths:
         if Path(path).is_dir():
             found = sorted(str(index.with_suffix("")) for index in Path(path).glob("*.idx"))
             require(bool(found), f"folder {path} holds no .idx file; expected .bin/.idx pairs")
             prefixes += found
+        elif path.endswith(_EXTENSIONS) and Path(path).is_file():
+            prefix, _, extension = path.rpartition(".")
+            if extensions.setdefault(prefix, extension) == extension:
+                prefixes.append(prefix)
         else:
-            is_file = path.endswith(_EXTENSIONS) and Path(path).is_file()
-            prefixes.append(path.rpartition(".")[0] if is_file else path)
+            prefixes.append(path)
     return prefixes
 
 

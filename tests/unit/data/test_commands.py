@@ -280,10 +280,19 @@ def test_merging_a_folder_or_a_pattern(write_pair: Callable[..., str], tmp_path:
     b, a = write_pair([[[3]]], name="b"), write_pair([[[1, 2]]], name="a")
     output = tmp_path / "merged"
     output.mkdir()
-    for name, paths in [("folder", [str(tmp_path)]), ("pattern", [f"{a}.idx", f"{b}.idx"]), ("twice", [a, a])]:
+    Path(f"{a}.json").write_text(json.dumps({"tokenizer": {"fingerprint": ""}}))
+    cases = {
+        "folder": [str(tmp_path)],
+        "pattern": [f"{a}.idx", f"{b}.idx"],
+        "all files": sorted(map(str, tmp_path.glob("[ab].*"))),
+        "twice": [a, a],
+        "twice, by a file": [f"{a}.idx", f"{a}.idx"],
+    }
+    merged = {}
+    for name, paths in cases.items():
         data(["merge", "--input", *paths, "--output-prefix", str(output / name)], "megatron01 data")
-    merged = {name: IndexedDataset(output / name).tokens.tolist() for name in ("folder", "pattern", "twice")}
-    assert merged == {"folder": [1, 2, 3], "pattern": [1, 2, 3], "twice": [1, 2, 1, 2]}
+        merged[name] = IndexedDataset(output / name).tokens.tolist()
+    assert merged == {name: [1, 2, 1, 2] if name.startswith("twice") else [1, 2, 3] for name in cases}
 
 
 def test_inspect_says_when_it_looked_at_some_documents_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
