@@ -20,6 +20,7 @@ from megatron01.utils.formatting import columns, format_bytes, format_count, for
 
 ForecastSettings = GPTForecastConfig | BertForecastConfig
 
+_NOT_INCLUDED = "not included: CUDA (0.5 to 1 GB), NCCL (some 100 MB), and fragmentation of the allocator"
 _BACKWARD_SHARE = 2 / 3  # a backward pass takes twice the operations of the forward pass
 
 
@@ -284,7 +285,7 @@ def _show_memory(config: ForecastSettings) -> None:
         *("", *columns(rows), ""),
         f"passes: gradients, and up to {passes.saved / 1e9:.2f} GB of activations that the forward pass saves for the"
         " backward pass; --recompute-activations selective or full and a smaller --micro-batch-size reduce them",
-        "not included: CUDA (0.5 to 1 GB), NCCL (some 100 MB), and fragmentation of the allocator",
+        *([_NOT_INCLUDED] if gpu is not None else []),
         *(f"note: {text}" for text in notes),
     ]
     print("\n".join(lines))

@@ -66,7 +66,8 @@ def test_parts_of_a_model_share_the_link(run: Any) -> None:
 
 
 def test_the_memory_of_a_cpu_needs_no_speed(run: Any) -> None:
-    assert "zero_one_adam" in run("--config", "gpt2/debug", "--gpu", "cpu", "--memory", "--global-batch-size", "none")
+    shown = run("--config", "gpt2/debug", "--gpu", "cpu", "--memory", "--global-batch-size", "none")
+    assert "zero_one_adam" in shown and "CUDA" not in shown
 
 
 def test_mistakes_in_one_line(run: Any) -> None:
