@@ -16,7 +16,7 @@ from functools import partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -465,22 +465,34 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._processor.id_to_piece(token_id))
 
 
-_BERT_FILES = {"vocab_file": ("the vocab.txt of a BERT model", "-vocab.txt")}
+class VocabularyFile(NamedTuple):
+    """A file of a vocabulary."""
+
+    description: str  # for messages
+    ending: str  # of its name, where it is trained
+
+
+class TokenizerKind(NamedTuple):
+    """How a type of tokenizer is built."""
+
+    files: dict[str, VocabularyFile]  # by the setting that names the file
+    build: Callable[..., Tokenizer]  # of the files' paths, in this order
+
+
+_BERT_FILES = {"vocab_file": VocabularyFile("the vocab.txt of a BERT model", "-vocab.txt")}
 _GPT2_FILES = {
-    "vocab_file": ("the vocab.json of a GPT-2 model", "-vocab.json"),
-    "merge_file": ("the merges.txt that belongs to vocab_file", "-merges.txt"),
+    "vocab_file": VocabularyFile("the vocab.json of a GPT-2 model", "-vocab.json"),
+    "merge_file": VocabularyFile("the merges.txt that belongs to vocab_file", "-merges.txt"),
 }
-_SENTENCEPIECE_FILES = {"tokenizer_model": ("the .model file of SentencePiece", ".model")}
-_JSON_FILES = {"tokenizer_model": ("a tokenizer.json or a folder with one", "-tokenizer.json")}
-TOKENIZERS: dict[TokenizerType, tuple[dict[str, tuple[str, str]], Callable[..., Tokenizer]]] = {
-    "BertWordPieceLowerCase": (_BERT_FILES, partial(build_wordpiece, lower_case=True)),
-    "BertWordPieceCase": (_BERT_FILES, partial(build_wordpiece, lower_case=False)),
-    "GPT2BPETokenizer": (_GPT2_FILES, build_byte_level_bpe),
-    "SentencePieceTokenizer": (_SENTENCEPIECE_FILES, SentencePieceTokenizer),
-    "HuggingFaceTokenizer": (_JSON_FILES, build_tokenizer_json),
+_SENTENCEPIECE_FILES = {"tokenizer_model": VocabularyFile("the .model file of SentencePiece", ".model")}
+_JSON_FILES = {"tokenizer_model": VocabularyFile("a tokenizer.json or a folder with one", "-tokenizer.json")}
+TOKENIZERS: dict[TokenizerType, TokenizerKind] = {
+    "BertWordPieceLowerCase": TokenizerKind(_BERT_FILES, partial(build_wordpiece, lower_case=True)),
+    "BertWordPieceCase": TokenizerKind(_BERT_FILES, partial(build_wordpiece, lower_case=False)),
+    "GPT2BPETokenizer": TokenizerKind(_GPT2_FILES, build_byte_level_bpe),
+    "SentencePieceTokenizer": TokenizerKind(_SENTENCEPIECE_FILES, SentencePieceTokenizer),
+    "HuggingFaceTokenizer": TokenizerKind(_JSON_FILES, build_tokenizer_json),
 }
-"""Per type: the settings that name its files, each with a description of the file and the end of its name where one is
-trained; and the builder that gets them in this order."""
 
 
 def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
@@ -493,7 +505,7 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
     for setting in ("vocab_file", "merge_file", "tokenizer_model"):
         path = getattr(settings, setting)
         if setting in files and not path:
-            raise UserError(f"{setting} is not given; {settings.tokenizer_type} needs {files[setting][0]}")
+            raise UserError(f"{setting} is not given; {settings.tokenizer_type} needs {files[setting].description}")
         if setting not in files and path:
             flag = "--" + setting.replace("_", "-")
             raise UserError(

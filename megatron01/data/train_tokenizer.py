@@ -42,7 +42,7 @@ def train_tokenizer(config: TrainTokenizerConfig) -> list[Path]:
     holds no usable text or too little for the size, or if a file of the vocabulary exists already.
     """
     kind, size = config.tokenizer_type, config.vocab_size
-    files = {setting: Path(config.output_prefix + ending) for setting, (_, ending) in TOKENIZERS[kind][0].items()}
+    files = {name: Path(config.output_prefix + file.ending) for name, file in TOKENIZERS[kind].files.items()}
     for path in files.values():
         if path.exists():
             raise UserError(f"{path} exists, and text may have been encoded with it; choose another output_prefix")
