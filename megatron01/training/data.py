@@ -121,17 +121,9 @@ class RunData:
         Raises UserError if the datasets, which may be a user's own, hold fewer samples than the run takes.
         """
         training = config.training
-        batch_size = training.resolved_global_batch_size(tp_ranks.num_replicas)
-        self._config, self._device, self._tp_ranks = config, group.device, tp_ranks
-        self.datasets, self.order = build_in_order(build, progress, training, batch_size)
-        steps = training.train_iters - progress.iteration
-        if steps > 0:
-            wanted = progress.consumed_samples - self.order.first_sample + steps * batch_size
-            require(
-                self._num_samples() >= wanted,
-                f"the training data holds {self._num_samples()} samples, but {training.train_iters} steps of"
-                f" {batch_size} take {wanted}; give more data, or lower train_iters or global_batch_size",
-            )
+        self._batch_size = training.resolved_global_batch_size(tp_ranks.num_replicas)
+        self._config, self._device, self._tp_ranks, self._build = config, group.device, tp_ranks, build
+        self._build_rest(progress)
         smallest = training.micro_batch_size * tp_ranks.num_replicas
         for split in ("valid", "test"):
             held_out = getattr(self.datasets, split)
@@ -141,6 +133,22 @@ class RunData:
                     f"the {split} data holds {len(held_out)} samples, but an evaluation takes {smallest} at least, a"
                     " micro-batch for each replica; give more data, or set eval_iters to 0",
                 )
+
+    def _build_rest(self, progress: SavedProgress) -> None:
+        """Build the datasets of the rest of the run. Raises UserError if the training data is too short."""
+        training = self._config.training
+        self.datasets, self.order = build_in_order(self._build, progress, training, self._batch_size)
+        wanted = self._wanted(progress.iteration, progress.consumed_samples)
+        require(
+            progress.iteration >= training.train_iters or self._num_samples() >= wanted,
+            f"the training data holds {self._num_samples()} samples, but {training.train_iters} steps of"
+            f" {self._batch_size} take {wanted}; give more data, or lower train_iters or global_batch_size",
+        )
+
+    def _wanted(self, iteration: int, consumed_samples: int) -> int:
+        """Samples of the present order that the run takes in all, if it goes on after ``iteration``."""
+        steps = self._config.training.train_iters - iteration
+        return consumed_samples - self.order.first_sample + steps * self._batch_size
 
     def training_batches(self, consumed_samples: int) -> Iterator[Batch]:
         """This replica's batches after ``consumed_samples`` of the run."""
@@ -156,9 +164,14 @@ class RunData:
         """This replica's batches of held-out text, from the first on."""
         return self._loader(dataset, 0, num_workers=0)
 
-    def defer(self, consumed_samples: int, skipped: int) -> None:
-        """Leave the ``skipped`` samples after ``consumed_samples`` of the run to the end of training."""
+    def defer(self, iteration: int, consumed_samples: int, skipped: int) -> None:
+        """Leave the ``skipped`` samples after ``iteration`` and ``consumed_samples`` of the run to the end of training.
+
+        Training data that is too short then, as some steps were taken with a smaller batch size, is built anew.
+        """
         self.order = self.order.deferring(consumed_samples, skipped, self._num_samples())
+        if self._num_samples() < self._wanted(iteration, consumed_samples):
+            self._build_rest(SavedProgress(iteration, consumed_samples, self.order))
 
     def fingerprints(self) -> dict[str, str]:
         """What must be equal on all ranks, by name."""

@@ -481,10 +481,12 @@ class Trainer:
         notes = self.load(folder, iteration)
         self.meter.run = traffic  # traffic of the undone steps still counts
         skipped = consumed - self.consumed_samples
-        self.data.defer(self.consumed_samples, skipped)
+        with failing_together(self.group, "preparing the data", long_timeout=True), self.group.local_first():
+            self.data.defer(iteration, self.consumed_samples, skipped)
         self.recorder.restart_after(iteration)
+        fate = "deferred to the end" if self.data.order.segments else "taken in a new order, as are all others"
         self.recorder.print(
-            f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are deferred to the end"
+            f"rolled back from iteration {last} to {iteration}; the {skipped} samples between are {fate}"
         )
         for note in notes:
             self.recorder.print(f"WARNING: {note}")

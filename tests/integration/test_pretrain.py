@@ -374,6 +374,18 @@ def test_a_roll_back_to_the_state_of_other_replicas_says_that_it_is_averaged(cor
     assert start.count(warning) == 1 and after.count(warning) == 1
 
 
+def test_a_roll_back_to_smaller_batches_finds_samples_for_all_steps(corpus, tmp_path):
+    """Steps 11 to 15 are taken again with twice the samples, for which the blend was not built at the start."""
+    blend = (str(corpus / "gpt"), str(corpus / "gpt"))
+    config = rolling_back(corpus, tmp_path, global_batch_size=4, data_path=blend)
+    assert run_together(config) == [[None], [None]]
+    resumed = with_settings(config, global_batch_size=8, train_iters=20)
+    output, *_ = run_ranks(roll_back_to_other_replicas, 2, resumed)
+    assert "rolled back from iteration 16 to 10" in output
+    assert read_tracker(tmp_path / "saved") == 20
+    assert read_metadata(iteration_folder(tmp_path / "saved", 20)).consumed_samples == 10 * 4 + 10 * 8
+
+
 def test_a_full_disk_on_the_way_is_a_warning_and_at_the_end_an_error(corpus, tmp_path):
     folder = tmp_path / "saved"
     config = gpt_config(corpus, save=str(folder), save_interval=5, train_iters=12, run_dir=str(tmp_path / "run"))

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder
-from megatron01.config import TrainingConfig
+from megatron01.config import DistributedConfig, PretrainConfig, TrainingConfig
 from megatron01.data import SampleCounts, Splits
 from megatron01.errors import UserError
-from megatron01.training.data import DataOrder, SavedProgress, build_in_order, saved_progress
+from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
+from megatron01.training.data import DataOrder, RunData, SavedProgress, build_in_order, saved_progress
 
 
 @dataclass
@@ -29,6 +30,9 @@ class Data:
     @property
     def fingerprint(self) -> str:
         return f"{self.name} {-(-self.length // 100)}"
+
+    def __len__(self) -> int:
+        return self.length
 
 
 def order(progress: SavedProgress, name: str, **changes: int) -> tuple[int, DataOrder]:
@@ -90,6 +94,29 @@ def test_samples_that_are_deferred_come_last(num_samples: int, before: int, data
     assert taken(order, num_samples + 7) == [*expected, *range(num_samples, num_samples + 7)]
     fewer = num_samples // 2
     assert taken(order, fewer) == [sample for sample in expected if sample < fewer]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "length", "order"),
+    [
+        (3, 60, DataOrder("a 1", 0, [(0, 30), (45, 60), (30, 45)])),
+        (4, 70, DataOrder("a 1", 0, [(0, 30), (45, 65), (30, 45)])),  # the last 5 follow what is deferred
+        (8, 80, DataOrder("a 1", 30)),  # 110 samples take a second epoch, so the order is begun anew
+    ],
+)
+def test_a_roll_back_of_steps_with_smaller_batches(batch_size: int, length: int, order: DataOrder) -> None:
+    """Steps 10 to 15 of 20, of 3 samples each, are taken again with ``batch_size``."""
+
+    def build(counts: SampleCounts) -> Splits:
+        return Splits(Data(counts.train, "a"), None, None)
+
+    distributed = DistributedConfig(distributed_backend="gloo")
+    training = TrainingConfig(train_iters=20, global_batch_size=batch_size, micro_batch_size=1)
+    with initialize(LaunchEnvironment(), distributed) as group:
+        progress, ranks = SavedProgress(15, 45, DataOrder("a 1", 0)), find_tensor_parallel_ranks(group, distributed)
+        data = RunData(PretrainConfig(training=training), group, ranks, progress, build)
+        data.defer(10, 30, 15)
+    assert (len(data.datasets.train), data.order) == (length, order)
 
 
 def test_the_order_survives_a_checkpoint() -> None:
