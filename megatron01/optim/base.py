@@ -709,7 +709,17 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and set ``main_grad`` (fp32) to 0 where parameters have it."""
+        """Clear the gradients, and set ``main_grad`` (fp32) to 0 where parameters have it.
+
+        Raises:
+            UserError: if the exchange of these gradients has been started.
+        """
+        if self._early.has_opened:
+            raise UserError(
+                "zero_grad() was called between a backward pass, which has started the exchange of its gradients, and"
+                " step(), so they cannot be left out: go on from a checkpoint, with overlap=False where a batch may be"
+                " left out (by zero_grad() and step(), on this replica alone)"
+            )
         super().zero_grad(set_to_none)
         self._whole.zero_gradients(set_to_none)
 

@@ -82,6 +82,11 @@ class EarlyStart:
         """True if buckets may have been sent before a step begins."""
         return self._open is not None
 
+    @property
+    def has_opened(self) -> bool:
+        """True if the backward pass of this step has started an exchange."""
+        return self._opened is not None
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which gradients are only accumulated, and nothing is sent."""

@@ -235,6 +235,46 @@ def test_a_second_backward_pass_is_refused() -> None:
     assert all(message.startswith("a second backward pass reached parameter") for message in told[0])
 
 
+def out_of_memory(gradient: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError
+
+
+def leaves_a_batch_out(rank: int, size: int, name: str, overlap: bool, fail: list[int]) -> str:
+    """In step 2 the backward pass of the replicas ``fail`` ends early: the error message, or the state at the end."""
+    kind, options = OPTIMIZERS[name]
+    model = Model()
+    options = {**options, "block_size": BLOCK, "bucket_elements": MANY, "overlap": overlap}
+    optimizer = kind(model.named_parameters(), SCHEDULE, **options)
+    module = optimizer.attach(model)
+    tokens = torch.randint(23, (2, 9), generator=torch.Generator().manual_seed(rank))
+    for step in range(STEPS):
+        loss = module(tokens, -1)
+        if step == 2 and rank in fail:
+            model.layers[1].bias.register_hook(out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                loss.backward()
+            model.layers[1].bias._backward_hooks.clear()
+            try:
+                optimizer.zero_grad()
+            except UserError as error:
+                return str(error)
+        else:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.fingerprint()
+
+
+@pytest.mark.parametrize("name", ["BinSGDM", "SGDM"])
+def test_a_batch_whose_exchange_has_been_started_cannot_be_left_out(name: str) -> None:
+    told = run_ranks(leaves_a_batch_out, 2, name, True, [0, 1])
+    assert all(message.startswith("zero_grad() was called between a backward pass") for message in told)
+    one, other = run_ranks(leaves_a_batch_out, 2, name, False, [1])
+    assert one == other
+    (alone,) = run_ranks(leaves_a_batch_out, 1, name, True, [0])
+    assert alone == run_ranks(leaves_a_batch_out, 1, name, False, [0])[0]
+
+
 def in_between(rank: int, size: int) -> tuple[list[str], list[tuple[str, torch.Tensor]]]:
     """Between backward pass and step, state is read and later a layer is frozen: error messages, and that layer."""
     kind, options = OPTIMIZERS["BinSGDM"]
