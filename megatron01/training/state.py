@@ -138,9 +138,13 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
 
 
 def _averaged_in_words(
-    saved: CheckpointMetadata, current: CheckpointMetadata, averaged: AveragedState, shares: Iterable[str]
+    saved: CheckpointMetadata,
+    current: CheckpointMetadata,
+    averaged: AveragedState,
+    shares: Iterable[str],
+    changed: Iterable[str],
 ) -> str:
-    """Message on what was averaged; ``shares``: this run's error buffers."""
+    """Message on what was averaged; ``shares``: this run's error buffers; ``changed``: settings."""
     was_quantized, is_quantized = (
         any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
     )
@@ -155,7 +159,7 @@ def _averaged_in_words(
         done.append(f"the error feedback of all (mean of norm {norm:.3g} here) was shared out")
     if before != now:
         what = f"the checkpoint is of {before}, this run of {now}"
-    elif was_quantized != is_quantized:
+    elif was_quantized != is_quantized and any("gradient_wire_dtype" in setting for setting in changed):
         before, now, became = ("quantized", "exact", "dropped") if was_quantized else ("exact", "quantized", "set to 0")
         what = (
             f"full steps sent {before} gradients in the checkpoint's run, and send {now} ones now"
@@ -239,7 +243,7 @@ class SavedRun:
                 go_on()
             # for dropout: no saved generator state fits
             seed_replica(replica_seed(self.config.training.seed, iteration), self.shard.ranks.replica)
-            notes.append(_averaged_in_words(saved, current, averaged, state.shares))
+            notes.append(_averaged_in_words(saved, current, averaged, state.shares, changed))
         else:
             replicated = named_tensors(state.replicated(), state.layout)
             load_checkpoint(checkpoint, saved, replicated=replicated, replica=own | random_numbers, group=group)

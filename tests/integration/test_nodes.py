@@ -76,6 +76,19 @@ def test_replicas_that_become_one_go_on_from_their_average(corpus, tmp_path, mod
     assert "WARNING: the checkpoint is of 4 replica(s) in another arrangement than this run's" in printed
 
 
+def test_the_processes_of_one_node_become_one_replica(corpus, tmp_path):
+    """It sends quantized gradients to no other node, though the settings ask for them as before."""
+    config = gpt_config(
+        corpus, eval_iters=0, run_dir=str(tmp_path / "run"), save=str(tmp_path / "saved"), load="auto", train_iters=9
+    )
+    after = dataclasses.replace(with_settings(config, train_iters=12), distributed=MODES["node replicas"])
+    assert run_ranks(run_each, 2, [config]) == [[None]] * 2
+    (message, printed), _ = run_ranks(run_and_read, 2, after)
+    assert message is None
+    assert "WARNING: the checkpoint is of 2 replica(s) in another arrangement than this run's" in printed
+    assert "(gradient_wire_dtype)" not in printed
+
+
 @pytest.mark.slow
 def test_a_divided_optimizer_saves_resumes_and_exports_what_an_undivided_one_would(corpus, tmp_path):
     def config(name, *, sharded, **changes):
