@@ -214,7 +214,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._norm_ratio = NormRatio(
             self._topology.num_replicas,
             # without a quantizer all steps are full, without averages none
-            measures=settings.max_grad_norm is not None
+            applies=settings.max_grad_norm is not None
             and settings.clip_by == "mean"
             and averages
             and quantizer is not None,
@@ -985,6 +985,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         """The model's weights have been set from a loaded state."""
         self._share_weights()
         self._whole.mark_weights()
+        ratio = self._norm_ratio
+        if ratio.applies and not ratio.is_known and not self._plan(self.step_count).averages and self._world.rank == 0:
+            safety.warn_of_local_clipping(self._topology.num_replicas)
 
     def _adopt_errors(self, mean: Tensor) -> None:
         """Set errors whose mean is ``mean`` (fp32[elements]); without error buffers, move x by it instead."""

@@ -120,46 +120,53 @@ class NormRatio:
 
     Args:
         num_replicas: n; with one, r is 1.
-        measures: False to leave r at 1, so that norms are rank-local.
+        applies: False if norms are rank-local (r is 1); it is measured all the same, for a resume that applies it.
         same_data: detects replicas whose gradients are all the same.
 
     Attributes:
-        value: r; 1 before the first full step.
-        is_known: True after a full step.
-        measures: True if norms are estimated, with more than one replica.
+        applies: True if norms are estimated, with more than one replica.
     """
 
     _OLD_SHARE = 0.8
 
-    def __init__(self, num_replicas: int, *, measures: bool, same_data: SameDataWatch | None = None) -> None:
+    def __init__(self, num_replicas: int, *, applies: bool, same_data: SameDataWatch | None = None) -> None:
         self._num_replicas = num_replicas
-        self.measures = measures and num_replicas > 1
+        self.applies = applies and num_replicas > 1
         self._same_data = same_data
-        self.value, self.is_known = 1.0, False
+        self._measured = 0.0  # before the first full step
+
+    @property
+    def is_known(self) -> bool:
+        """True after a full step, if r applies."""
+        return self.applies and self._measured > 0.0
+
+    @property
+    def value(self) -> float:
+        """r; 1 if it is not known."""
+        return self._measured if self.is_known else 1.0
 
     def measured(self, norm_of_mean: float, square_sum: float) -> None:
         """Record a full step; ``square_sum`` is the sum of the replicas' squared norms, the same on all."""
         if self._same_data is not None:
             self._same_data.record(norm_of_mean, square_sum / self._num_replicas)
-        if not self.measures or not (math.isfinite(norm_of_mean) and 0.0 < square_sum < math.inf):
+        if self._num_replicas == 1 or not (math.isfinite(norm_of_mean) and 0.0 < square_sum < math.inf):
             return
         # the mean is rounded to its wire type, so it may come out longer
         ratio = min(1.0, norm_of_mean / math.sqrt(square_sum / self._num_replicas))
-        self.value = self._OLD_SHARE * self.value + (1.0 - self._OLD_SHARE) * ratio if self.is_known else ratio
-        self.is_known = True
+        self._measured = self._OLD_SHARE * self._measured + (1.0 - self._OLD_SHARE) * ratio if self._measured else ratio
 
     def scalars(self) -> list[float]:
         """Numbers from which ``load_scalars`` continues: r, or 0 where it is not known, and n."""
-        return [self.value if self.is_known else 0.0, float(self._num_replicas)]
+        return [self._measured, float(self._num_replicas)]
 
     def load_scalars(self, scalars: Iterator[float]) -> None:
         """Load them; those of another number of replicas are converted."""
-        value, saved, n = next(scalars), next(scalars), self._num_replicas
-        self.value, self.is_known = 1.0, False
-        if self.measures and value > 0.0:
-            signal = max(0.0, (value * value * saved - 1.0) / (saved - 1.0))
-            self.value = value if saved == n else math.sqrt(signal + (1.0 - signal) / n)
-            self.is_known = True
+        self._measured, saved, n = next(scalars), next(scalars), self._num_replicas
+        if n == 1:
+            self._measured = 0.0
+        elif self._measured and saved != n:
+            signal = max(0.0, (self._measured * self._measured * saved - 1.0) / (saved - 1.0))
+            self._measured = math.sqrt(signal + (1.0 - signal) / n)
 
 
 class GradientSource:

@@ -318,6 +318,16 @@ class ClippingWatch:
             )
 
 
+def warn_of_local_clipping(num_replicas: int) -> None:
+    """Warn that gradients are clipped by rank-local norms, as no full step has compared these with the mean's."""
+    logger.warning(
+        "max_grad_norm bounds each replica's own gradient, whose norm is up to %.3g times that of their mean, until a"
+        " step averages gradients, as none has on several replicas; raise max_grad_norm by up to as much, or resume"
+        " from before the second moment was frozen",
+        math.sqrt(num_replicas),
+    )
+
+
 class TrafficWatch:
     """Warns when a run has sent more than Adam would have, and says by how much.
 

@@ -230,6 +230,26 @@ def test_outside_clipping_is_noticed_once() -> None:
         assert sum("max_grad_norm" in text for text in texts) == 1
 
 
+def clips_later(rank: int, size: int, alone: bool, last: int) -> tuple[bool, list[str]]:
+    """Goes on with clipping on two replicas after ``last`` steps without it, on one replica or on two."""
+    group = [torch.distributed.new_group([one]) for one in range(size)][rank] if alone else None
+    model = new_model()
+    before = ZeroOneAdam(model.parameters(), SCHEDULE, process_group=group, variance_freeze_step=8, **OPTIONS)
+    train(model, before, 0 if alone else rank, last=last)
+    after = ZeroOneAdam(model.parameters(), SCHEDULE, max_grad_norm=1.0, variance_freeze_step=8, **OPTIONS)
+    log = Messages()
+    after.load_state_dict(before.portable_state_dict())
+    train(model, after, rank, first=last, last=last + 2)
+    return after.last_step.grad_norm_estimated, log.texts
+
+
+@pytest.mark.parametrize(("alone", "last", "knows"), [(True, 12, False), (True, 6, True), (False, 12, True)])
+def test_clipping_by_rank_local_norms_after_a_resume_is_told(alone: bool, last: int, knows: bool) -> None:
+    (estimated, texts), (_, others) = run_ranks(clips_later, 2, alone, last)
+    assert estimated == knows and others == []
+    assert [("up to 1.41 times" in text and "max_grad_norm" in text) for text in texts] == [True] * (not knows)
+
+
 def amp_scaled(rank: int, size: int, unscales: bool) -> tuple[list[str], list[str], list[float], str]:
     """Replica 1 overflows at steps 3 and 14; kinds, fingerprints at times, and scales."""
     model = new_model()

@@ -10,7 +10,7 @@ from megatron01.optim.gradients import NormRatio
 
 
 def ratio_of(n: int, *steps: tuple[float, float]) -> NormRatio:
-    ratio = NormRatio(n, measures=True)
+    ratio = NormRatio(n, applies=True)
     for norm, square_sum in steps:
         ratio.measured(norm, square_sum)
     return ratio
@@ -30,9 +30,16 @@ def test_steps_that_are_not_used_leave_no_trace(norm: float, squares: float) -> 
 
 def test_one_replica_and_local_clipping_keep_to_the_own_norm() -> None:
     assert ratio_of(1, (1.0, 4.0)).value == 1.0
-    local = NormRatio(4, measures=False)
+    local = NormRatio(4, applies=False)
     local.measured(1.0, 16.0)
     assert (local.value, local.is_known) == (1.0, False)
+
+
+def test_a_run_without_clipping_measures_it_for_one_that_clips() -> None:
+    before, after = NormRatio(4, applies=False), NormRatio(4, applies=True)
+    before.measured(1.0, 16.0)
+    after.load_scalars(iter(before.scalars()))
+    assert (after.value, after.is_known) == (0.5, True)
 
 
 def test_another_number_of_replicas_has_the_same_share_of_signal() -> None:
@@ -40,12 +47,12 @@ def test_another_number_of_replicas_has_the_same_share_of_signal() -> None:
     ratios = {n: math.sqrt(signal + (1 - signal) / n) for n in (2, 4, 16)}
     saved = ratio_of(4, (ratios[4], 4.0)).scalars()
     for n in ratios:
-        other = NormRatio(n, measures=True)
+        other = NormRatio(n, applies=True)
         other.load_scalars(iter(saved))
         assert other.value == pytest.approx(ratios[n]) and other.is_known
-    alone = NormRatio(1, measures=True)
+    alone = NormRatio(1, applies=True)
     alone.load_scalars(iter(saved))
     assert (alone.value, alone.is_known) == (1.0, False)
-    joined = NormRatio(4, measures=True)
+    joined = NormRatio(4, applies=True)
     joined.load_scalars(iter(alone.scalars()))
     assert not joined.is_known
