@@ -22,6 +22,9 @@ from torch import Tensor, nn
 # Bytes of logits in memory at once. Every chunk reads and writes the gradient of the weights once: small ones are slow.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}
 
+# Tokens of a chunk in fp16, whose product of gradients and hidden states could overflow before the mean is taken.
+MOST_TOKENS_IN_FP16 = 2**14
+
 # Elements, in fp32: 1 MB stays in a core's cache (fastest of 2**16 to 2**22 measured); 128 MB amortizes launches.
 SOFTMAX_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 
@@ -96,6 +99,8 @@ class _ProjectedLoss(torch.autograd.Function):
     ) -> Tensor:
         mask = mask.float()
         num_rows = max(1, chunk_bytes // (weight.shape[0] * weight.itemsize))
+        if hidden.dtype is torch.float16:
+            num_rows = min(num_rows, MOST_TOKENS_IN_FP16)
         buffer = hidden.new_empty((min(num_rows, len(hidden)), weight.shape[0]))
         losses = torch.empty_like(mask)  # (n,)
         hidden_gradient = hidden.new_empty(hidden.shape) if with_gradients else None

@@ -73,6 +73,15 @@ def test_gradients_of_sixteen_bit_weights_are_added_up_in_fp32(dtype, monkeypatc
     torch.testing.assert_close(bias.grad.float(), expected, rtol=4e-3, atol=0)
 
 
+def test_gradients_of_many_tokens_do_not_overflow_in_fp16():
+    """Their sum over 40000 tokens is 70000, beyond fp16; their mean is 1.75."""
+    hidden = torch.full((40000, 1), 2.0, dtype=torch.float16)
+    weight = torch.zeros(8, 1, dtype=torch.float16, requires_grad=True)
+    VocabularyLoss(8)(hidden, weight, torch.zeros(40000, dtype=torch.int32), torch.ones(40000)).backward()
+    expected = torch.tensor([-1.75] + [0.25] * 7)
+    torch.testing.assert_close(weight.grad.float().view(-1), expected, rtol=1e-3, atol=0)
+
+
 def test_the_upstream_gradient_is_not_rounded_to_sixteen_bits():
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16, requires_grad=True)
