@@ -1,14 +1,10 @@
-"""Agreement between ranks: settings and data at the start, replicated state, preemption consensus; dropout seeds."""
+"""Agreement between ranks: settings and data at the start, replicated state, preemption consensus."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 import time
 from collections.abc import Callable, Mapping
-
-import numpy as np
-import torch
 
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
@@ -109,16 +105,3 @@ class PreemptionConsensus:
             if reason is not None:
                 return f"{reason} (rank {rank})" if self._group.world_size > 1 else reason
         return None
-
-
-def replica_seed(seed: int, rank: int) -> int:
-    """Dropout seed of a replica: a 63-bit hash of both numbers, so that no two runs or replicas share a stream."""
-    return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def seed_replica(seed: int, rank: int) -> None:
-    """Seed the generators of Python, numpy and torch (all devices) for one replica."""
-    own = replica_seed(seed, rank)
-    random.seed(own)
-    np.random.seed(own % 2**32)
-    torch.manual_seed(own)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron01.checkpoint.load import changed_settings, load_checkpoint, random_state, set_random_state
+from megatron01.checkpoint.load import changed_settings, load_checkpoint
 from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
 from megatron01.checkpoint.reshard import (
     SHARES,
@@ -38,9 +38,9 @@ from megatron01.models.tensor_parallel import ModelShard
 from megatron01.monitor.metrics import Meter
 from megatron01.optim import PretrainOptimizer
 from megatron01.parallel import ReplicaGroup, TensorParallelRanks, failing_together
-from megatron01.training.consistency import replica_seed, seed_replica
 from megatron01.training.data import RunData
 from megatron01.training.health import Health
+from megatron01.utils.random_numbers import random_state, replica_seed, seed_replica, set_random_state
 
 # The optimizer's state: bit-exact resume on the same layout, else the average of the saved replicas.
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron01.checkpoint.load import random_state, set_random_state
 from megatron01.optim import PretrainOptimizer
 from megatron01.parallel import ReplicaGroup
 from megatron01.parallel.process_groups import Progress
+from megatron01.utils.random_numbers import random_state, set_random_state
 
 Batch = dict[str, Tensor]
 ForwardStep = Callable[[nn.Module, Batch], tuple[Tensor, dict[str, Tensor]]]

@@ -39,7 +39,6 @@ from megatron01.training.consistency import (
     PreemptionConsensus,
     require_agreement,
     require_equal_replicas,
-    seed_replica,
     settings_digest,
 )
 from megatron01.training.data import RunData, saved_progress
@@ -50,6 +49,7 @@ from megatron01.training.step import Batch, ForwardStep, LossModule, mean_loss, 
 from megatron01.utils.formatting import format_count
 from megatron01.utils.ownership import OwnedFolders
 from megatron01.utils.precision import DTYPES, require_support, uses_tf32
+from megatron01.utils.random_numbers import seed_replica
 from megatron01.utils.signals import StopRequest
 
 BuildDatasets = Callable[[Any, Tokenizer, SampleCounts], Splits]

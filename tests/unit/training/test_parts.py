@@ -11,10 +11,8 @@ from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.parallel.process_groups import Progress
 from megatron01.training.consistency import (
     ReplicasDiverged,
-    replica_seed,
     require_agreement,
     require_equal_replicas,
-    seed_replica,
 )
 from megatron01.training.step import LocalComputeTime, LossModule, mean_loss, training_step
 
@@ -109,20 +107,6 @@ def test_a_part_of_the_loss_that_is_called_loss_does_not_take_its_place():
         progress=Progress(),
     )
     assert {name: float(value) for name, value in losses.items()} == {"loss": pytest.approx(expected), "part": 8.0}
-
-
-def test_every_replica_has_a_seed_of_its_own():
-    seeds = {replica_seed(seed, rank) for seed in range(50) for rank in range(50)}
-    assert len(seeds) == 2500 and all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_seeding_repeats():
-    seed_replica(1, 0)
-    first = torch.rand(4)
-    seed_replica(1, 1)
-    assert not torch.equal(torch.rand(4), first)
-    seed_replica(1, 0)
-    assert torch.equal(torch.rand(4), first)
 
 
 class Group:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron01.checkpoint.load import random_state, set_random_state
+from megatron01.utils.random_numbers import random_state, replica_seed, seed_replica, set_random_state
 
 
 def draw():
@@ -51,3 +51,17 @@ def test_what_is_no_state_is_refused(name, change):
     with pytest.raises((ValueError, OverflowError, RuntimeError)):
         set_random_state(state, device)
     set_random_state(before, device)
+
+
+def test_every_replica_has_a_seed_of_its_own():
+    seeds = {replica_seed(seed, rank) for seed in range(50) for rank in range(50)}
+    assert len(seeds) == 2500 and all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_seeding_repeats():
+    seed_replica(1, 0)
+    first = torch.rand(4)
+    seed_replica(1, 1)
+    assert not torch.equal(torch.rand(4), first)
+    seed_replica(1, 0)
+    assert torch.equal(torch.rand(4), first)
