@@ -19,8 +19,8 @@ from megatron01.config.yaml_files import flat_settings, load_plain_yaml
 from megatron01.convert.huggingface import is_hf_folder, read_hf_folder, write_hf_folder
 from megatron01.convert.megatron import is_megatron, read_megatron
 from megatron01.convert.native import is_checkpoint, read_checkpoint, write_checkpoint
-from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, non_finite, refuse_non_finite
-from megatron01.data.tokenizers import Tokenizer
+from megatron01.convert.portable import GIVE_ONE, PortableModel, non_finite, refuse_non_finite
+from megatron01.data.tokenizers import Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2

@@ -11,8 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from megatron01.convert.portable import TokenizerFiles
-from megatron01.data.tokenizers import END_OF_DOCUMENT, FastTokenizer, SentencePieceTokenizer, Tokenizer
+from megatron01.data.tokenizers import END_OF_DOCUMENT, FastTokenizer, SentencePieceTokenizer, Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.utils.files import read_json_object, shipped
 

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, Precision
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_json, write_tokenizer
-from megatron01.convert.portable import PortableModel, TokenizerFiles, non_finite, refuse_non_finite, with_rows
+from megatron01.convert.portable import PortableModel, non_finite, refuse_non_finite, with_rows
 from megatron01.convert.torch_files import load_tensors
-from megatron01.data.tokenizers import Tokenizer
+from megatron01.data.tokenizers import Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.models.base import padded_vocab_size
 from megatron01.utils.files import read_json_object

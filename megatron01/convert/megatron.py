@@ -22,8 +22,9 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
-from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, refuse_non_finite, vocabulary_rows
+from megatron01.convert.portable import GIVE_ONE, PortableModel, refuse_non_finite, vocabulary_rows
 from megatron01.convert.torch_files import load_tensors
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
 

@@ -26,7 +26,8 @@ from megatron01.config import (
 )
 from megatron01.config.yaml_files import config_from_yaml, dump_yaml, load_plain_yaml
 from megatron01.convert.hf_tokenizer import copy_tokenizer
-from megatron01.convert.portable import GIVE_ONE, PortableModel, TokenizerFiles, vocabulary_rows
+from megatron01.convert.portable import GIVE_ONE, PortableModel, vocabulary_rows
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
 from megatron01.parallel import LaunchEnvironment, initialize

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from megatron01.checkpoint.manifest import first_difference
-from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
-from megatron01.config.commands import LoadConfig
-from megatron01.data.tokenizers import Tokenizer, TokenizerSettings, build_tokenizer
+from megatron01.config import BertModelConfig, GPTModelConfig
+from megatron01.data.tokenizers import Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.models.base import WORD_EMBEDDINGS, padded_vocab_size
 from megatron01.models.bert import Bert
@@ -23,37 +21,6 @@ VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")  # the weights with one r
 GIVE_ONE = "give --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
 
 _MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the tensor-parallel size
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFiles:
-    """Type and files of a tokenizer."""
-
-    tokenizer_type: TokenizerType
-    vocab_file: str = ""
-    merge_file: str | None = None
-    tokenizer_model: str | None = None
-
-    @classmethod
-    def of(cls, settings: TokenizerSettings) -> TokenizerFiles:
-        """The tokenizer settings among ``settings``."""
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
-
-    @classmethod
-    def given(cls, config: LoadConfig) -> TokenizerFiles | None:
-        """The tokenizer that the settings choose; None to use the model's own."""
-        return None if config.tokenizer_type is None else cls.of(config)  # type: ignore[arg-type]
-
-    @property
-    def by_setting(self) -> dict[str, str]:
-        """The files that are given, by the name of their setting."""
-        values = {name: getattr(self, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
-        return {name: value for name, value in values.items() if value}
-
-    @cached_property
-    def built(self) -> Tokenizer:
-        """The tokenizer. Raises UserError if its files cannot be read."""
-        return build_tokenizer(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from functools import cached_property, partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
@@ -24,6 +24,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from megatron01.config import TokenizerType
+from megatron01.config.commands import LoadConfig
 from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import read_json_object, shipped
 
@@ -513,3 +514,34 @@ def build_tokenizer(settings: TokenizerSettings) -> Tokenizer:
                 f" leave it out ({flag} '' if a --config file sets it) or choose another tokenizer_type"
             )
     return build(*(str(shipped(getattr(settings, setting))) for setting in files))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFiles:
+    """Type and files of a tokenizer."""
+
+    tokenizer_type: TokenizerType
+    vocab_file: str = ""
+    merge_file: str | None = None
+    tokenizer_model: str | None = None
+
+    @classmethod
+    def of(cls, settings: TokenizerSettings) -> TokenizerFiles:
+        """The tokenizer settings among ``settings``."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    @classmethod
+    def given(cls, config: LoadConfig) -> TokenizerFiles | None:
+        """The tokenizer that the settings choose; None to use the model's own."""
+        return None if config.tokenizer_type is None else cls.of(config)  # type: ignore[arg-type]
+
+    @property
+    def by_setting(self) -> dict[str, str]:
+        """The files that are given, by the name of their setting."""
+        values = {name: getattr(self, name) for name in ("vocab_file", "merge_file", "tokenizer_model")}
+        return {name: value for name, value in values.items() if value}
+
+    @cached_property
+    def built(self) -> Tokenizer:
+        """The tokenizer. Raises UserError if its files cannot be read."""
+        return build_tokenizer(self)

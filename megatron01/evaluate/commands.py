@@ -14,8 +14,7 @@ from tqdm import tqdm
 
 from megatron01.config.commands import FillMaskConfig, GenerateConfig, InferenceConfig, PerplexityConfig
 from megatron01.convert.formats import LoadedModel, load_model
-from megatron01.convert.portable import TokenizerFiles
-from megatron01.data.tokenizers import Tokenizer
+from megatron01.data.tokenizers import Tokenizer, TokenizerFiles
 from megatron01.errors import UserError, require
 from megatron01.evaluate.generation import (
     Sampling,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.config.commands import FineTuneConfig, GlueConfig, SquadConfig
-from megatron01.convert.portable import TokenizerFiles
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.finetune.pretrained import Head, Pretrained, load_pretrained
 from megatron01.finetune.results import Column, Result, Run

@@ -27,8 +27,8 @@ from megatron01.convert.huggingface import (
     write_hf_folder,
 )
 from megatron01.convert.native import is_checkpoint
-from megatron01.convert.portable import TokenizerFiles, refuse_non_finite
-from megatron01.data.tokenizers import SentencePieceTokenizer, Tokenizer
+from megatron01.convert.portable import refuse_non_finite
+from megatron01.data.tokenizers import SentencePieceTokenizer, Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.utils.formatting import one_line
 

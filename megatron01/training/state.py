@@ -29,8 +29,8 @@ from megatron01.checkpoint.storage import damage_named, file_of_rank, read_heade
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.convert.formats import read_model
-from megatron01.convert.portable import PortableModel, TokenizerFiles, check_shapes
-from megatron01.data.tokenizers import TokenizerSettings
+from megatron01.convert.portable import PortableModel, check_shapes
+from megatron01.data.tokenizers import TokenizerFiles, TokenizerSettings
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from megatron01.convert.formats import load_model
 from megatron01.convert.huggingface import read_hf_folder, write_hf_folder
 from megatron01.convert.native import read_checkpoint
-from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.convert.portable import PortableModel
 from megatron01.data import build_tokenizer
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from tests.integration.tiny import bert_config
 from tests.unit.convert.trained import save_trained

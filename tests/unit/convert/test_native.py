@@ -11,7 +11,7 @@ import torch
 from megatron01.checkpoint.manifest import METADATA_NAME, describe_file, read_metadata
 from megatron01.convert.formats import read_model
 from megatron01.convert.native import read_checkpoint, write_checkpoint
-from megatron01.convert.portable import TokenizerFiles
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from tests.integration.tiny import bert_config, gpt_config
 from tests.unit.checkpoint.saved import flip_bit

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
-from megatron01.convert.portable import TokenizerFiles
 from megatron01.data import build_tokenizer
-from megatron01.data.tokenizers import SentencePieceTokenizer
+from megatron01.data.tokenizers import SentencePieceTokenizer, TokenizerFiles
 
 LINE = (
     "the quick brown fox jumps over lazy dogs unquestionable trees \u00c9tienne Z\u00fcrich 1234 isn't \ufb01ne \u00bd"

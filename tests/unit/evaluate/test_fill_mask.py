@@ -6,8 +6,8 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from megatron01.convert.portable import TokenizerFiles
 from megatron01.data import build_tokenizer
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.evaluate.generation import encode_with_masks, fill_masks
 from tests.integration.tiny import bert_config, gpt_config

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from megatron01.convert.huggingface import write_hf_folder
-from megatron01.convert.portable import PortableModel, TokenizerFiles
+from megatron01.convert.portable import PortableModel
 from megatron01.data import build_tokenizer
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.models import Bert
 from tests.integration.tiny import bert_config
 

@@ -12,7 +12,8 @@ from transformers import BertForSequenceClassification, RobertaConfig, RobertaFo
 from megatron01.config import BertModelConfig
 from megatron01.convert.formats import read_model
 from megatron01.convert.native import write_checkpoint
-from megatron01.convert.portable import VOCABULARY_TENSORS, PortableModel, TokenizerFiles, new_model
+from megatron01.convert.portable import VOCABULARY_TENSORS, PortableModel, new_model
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.data.train_tokenizer import train_sentencepiece
 from megatron01.errors import UserError
 from megatron01.finetune.pretrained import load_pretrained
