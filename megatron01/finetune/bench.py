@@ -39,7 +39,7 @@ class Training(NamedTuple):
     """Outcome of a training."""
 
     num_steps: int
-    loss: float | None  # mean over the last tenth of the steps; None if it was not finite, and training ended early
+    loss: float | None  # mean over the last tenth of the steps; None if the run diverged (see ``Result``)
 
 
 def fine_tune(
@@ -83,6 +83,8 @@ def fine_tune(
         if ((step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == num_steps) and not math.isfinite(total.item()):
             return Training(step + 1, None)
         progress(run, step + 1, num_steps)
+    if not all(parameter.isfinite().all() for parameter in model.parameters()):  # no loss follows the last update
+        return Training(num_steps, None)
     return Training(num_steps, last_tenth.item() / (num_steps - start_of_last_tenth))
 
 

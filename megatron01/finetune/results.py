@@ -89,7 +89,7 @@ class Result:
     metrics: dict[str, float]  # on the development sets, by name; 1 is best
     num_steps: int
     loss: float | None  # mean over the last tenth of the steps; None if the run diverged
-    diverged: bool  # the loss was not finite, so that the run ended early; its metrics are then 0
+    diverged: bool  # the loss or the last weights were not finite; its metrics are then 0
     seconds: float
 
 

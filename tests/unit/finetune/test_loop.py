@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import types
 from pathlib import Path
 
@@ -119,6 +120,13 @@ def test_a_loss_that_is_no_number_ends_the_training():
     )  # fmt: skip
     assert trained == Training(num_steps=50, loss=None)
     assert steps == [(step, 300) for step in range(1, 50)]
+
+
+def test_weights_that_the_last_step_ruins_are_a_run_that_diverged():
+    """No loss tells of them: that of the last step was computed before it."""
+    model, factors = Model(), iter((1.0, math.inf))
+    model.linear.weight.register_hook(lambda gradient: gradient * next(factors))
+    assert train(model, seed=0, epochs=0.5) == Training(num_steps=2, loss=None)
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32():
