@@ -90,17 +90,25 @@ class WandbRun:
 
     @classmethod
     def read(cls, folder: Path) -> WandbRun | None:
-        """The state that an earlier attempt wrote to the run's folder; None if missing or invalid."""
+        """The state that an earlier attempt wrote to the run's folder.
+
+        None if it is missing or invalid, or if the folder is a copy of another one that still has it: that one's run.
+        """
         try:
             values = json.loads((folder / STATE_NAME).read_bytes())
             run = cls(str(values["id"]), int(values["attempt"]), int(values["repeated"]))
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        with suppress(OSError, ValueError):  # not there: the folder was moved, or is mounted elsewhere
+            written_in = Path(str(values.get("folder", folder)))
+            if not written_in.samefile(folder) and run.id in (written_in / STATE_NAME).read_text():
+                return None
         is_sound = re.fullmatch("[a-z0-9]{1,64}", run.id) and run.attempt > 0 and run.repeated >= 0
         return run if is_sound else None
 
     def write(self, folder: Path) -> None:
-        write_atomically(folder / STATE_NAME, json.dumps(asdict(self)) + "\n")
+        state = {**asdict(self), "folder": str(folder.resolve())}
+        write_atomically(folder / STATE_NAME, json.dumps(state) + "\n")
 
     def after_going_back(self, last: int, iteration: int) -> WandbRun:
         """The state of the next attempt, which resumes at ``iteration`` although ``last`` was reached."""

@@ -6,6 +6,7 @@ import dataclasses
 import http.server
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -130,6 +131,27 @@ def test_a_job_that_begins_again(
 def test_a_damaged_note_of_the_run_means_a_new_one(tmp_path: Path, content: str) -> None:
     (tmp_path / STATE_NAME).write_text(content)
     assert WandbRun.read(tmp_path) is None
+
+
+def test_a_copied_run_folder_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was moved, or is seen under another path, is the same."""
+    monkeypatch.setattr(wandb_writer, "open_run", lambda *arguments, **options: None)
+
+    def resume(folder: Path) -> str:
+        open_recorder(config(folder), SINGLE, resumed_iteration=5).close()
+        known = WandbRun.read(folder)
+        assert known is not None
+        return known.id
+
+    first = resume(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    (tmp_path / "mount").symlink_to(tmp_path)
+    copied = resume(tmp_path / "copy")
+    assert copied != first
+    assert resume(tmp_path / "copy") == copied
+    assert resume(tmp_path / "mount" / "run") == resume(tmp_path / "run") == first
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert resume(tmp_path / "moved") == first
 
 
 class Broken:
