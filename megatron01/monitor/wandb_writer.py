@@ -239,10 +239,15 @@ class WandbWriter:
 
 
 def import_wandb(project: str, mode: str) -> Any:
-    """The module, quiet, and with no crash reports sent from offline runs. Raises UserError if it is not installed."""
-    os.environ.setdefault("WANDB_SILENT", "true")
+    """The module, quiet (online but for warnings, as of what a server refuses), and with no crash reports offline.
+
+    Raises UserError if it is not installed.
+    """
     if mode == "offline":
+        os.environ.setdefault("WANDB_SILENT", "true")
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    else:
+        os.environ.setdefault("WANDB_SHOW_INFO", "false")
     try:
         import wandb
     except ImportError as error:

@@ -222,8 +222,9 @@ def test_a_run_that_cannot_be_opened_at_all_is_left_out(
 
 
 @pytest.fixture
-def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """wandb's server is one that lets a run start, and then fails."""
+def online(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """wandb's server is one that lets a run start, and then fails, by default with status 500."""
+    failure = getattr(request, "param", 500)
     bucket = {"id": "b", "name": "r", "displayName": "n", "config": "{}", "historyLineCount": 0}
     bucket |= {"description": "", "sweepName": None, "project": {"id": "p", "name": "p", "entity": {"name": "e"}}}
     viewer = {"id": "u", "entity": "e", "username": "e", "flags": "{}", "teams": {"edges": []}}
@@ -234,7 +235,7 @@ def online(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            self.send_response(500 if has_started.is_set() else 200)
+            self.send_response(failure if has_started.is_set() else 200)
             if b"upsertBucket" in body:
                 has_started.set()
             self.end_headers()
@@ -260,6 +261,19 @@ def test_what_a_server_does_not_take_in_time_is_said(
     followed.close()
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("WARNING: wandb does not close the run (Timed out")
+
+
+@pytest.mark.parametrize("online", [401], indirect=True)
+def test_what_a_server_refuses_is_said_and_kept(
+    tmp_path: Path, online: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WANDB_SILENT")
+    followed = writer(tmp_path, mode="online")
+    followed.write(metrics(1, loss=1.0))
+    followed.close()
+    assert "Some run data will not be synced" in capfd.readouterr().err
+    (folder,) = (tmp_path / "wandb").glob("run-*")
+    assert history(records(folder))[0]["loss/train"] == 1.0
 
 
 def test_without_a_server_the_run_is_offline(
