@@ -39,11 +39,10 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
     ours = [optimizer for optimizer in found if optimizer is not None]
     if len(ours) != 1:
         raise UserError(f"prepare got {len(ours)} optimizers of megatron01; expected one")
-    before = map(find_optimizer, accelerator._optimizers)
-    if any(optimizer is not None and optimizer is not ours[0] for optimizer in before):
+    if any(map(find_optimizer, accelerator._optimizers)):
         raise UserError(
-            "this accelerator has an optimizer of megatron01 already, whose saved state the second one's would replace;"
-            " expected one for each Accelerator"
+            "this accelerator has an optimizer of megatron01 already, whose saved state this one's would replace;"
+            " expected one for each Accelerator, prepared once"
         )
     prepared = accelerator.prepare(*objects)
     results = prepared if isinstance(prepared, tuple) else (prepared,)
