@@ -34,6 +34,9 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
 
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all exit with its status.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed from the start
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -42,8 +45,7 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
                 status = main()
             except SystemExit as ended:  # after --help, for instance
                 status = ended.code  # type: ignore[assignment]
-            if sys.stdout is not None:  # closed from the start
-                sys.stdout.flush()
+            sys.stdout.flush()
         except UserError as error:
             report(error)
             status = error.exit_status
@@ -112,8 +114,6 @@ def _output_fails() -> bool:
 
     It then goes to /dev/null, else Python flushes once more at exit, and prints an error.
     """
-    if sys.stdout is None:
-        return False
     try:
         sys.stdout.flush()
         os.write(sys.stdout.fileno(), b"\n")  # unbuffered output has nothing left to flush

@@ -98,13 +98,27 @@ def test_a_full_disk_under_standard_output_is_one_line(main: str, unbuffered: st
     assert re.fullmatch("error: standard output cannot be used: No space left on device; .*\n", ended.stderr)
 
 
-@pytest.mark.parametrize(("main", "status"), [("lambda: print('line')", 0), ("lambda: os.kill(1 << 22, 0)", 1)])
+@pytest.mark.parametrize(
+    ("main", "status"),
+    [
+        ("lambda: print('line')", 0),
+        ("lambda: print(sys.stdout.isatty() or sys.stdout.encoding)", 0),
+        ("lambda: os.kill(1 << 22, 0)", 1),
+    ],
+)
 def test_standard_output_may_be_closed(main: str, status: int) -> None:
-    program = f"import os; from megatron01.parallel.program import run_as_program; run_as_program({main})"
+    program = f"import os, sys; from megatron01.parallel.program import run_as_program; run_as_program({main})"
     ended = subprocess.run(
         ["sh", "-c", '"$@" >&-', "sh", sys.executable, "-c", program], capture_output=True, check=False
     )
     assert ended.returncode == status and (b"No such process" in ended.stderr) == (status == 1)
+
+
+def test_standard_error_may_be_closed() -> None:
+    main = "lambda: sys.stderr.flush()"
+    program = f"import sys; from megatron01.parallel.program import run_as_program; run_as_program({main})"
+    ended = subprocess.run(["sh", "-c", '"$@" 2>&-', "sh", sys.executable, "-c", program], check=False)
+    assert ended.returncode == 0
 
 
 def test_standard_output_may_lack_characters() -> None:
