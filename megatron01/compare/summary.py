@@ -401,7 +401,7 @@ def table(summary: Summary) -> list[list[str]]:
         ["train loss", *(_show_loss(row.train_loss, row.group) for row in rows)],
         ["held-out loss", *(_show_loss(row.held_out_loss, row.group) for row in rows)],
         ["gap", *("baseline" if row is base else _show_gap(row.gap, "+") for row in rows)],
-        ["steps to loss", *map(_show_steps, rows)],
+        ["steps to loss", *(_show_steps(row) if math.isfinite(summary.target) else "" for row in rows)],
         ["time to loss", *(if_known(row.reach.seconds, format_duration) for row in rows)],
         ["speed-up", *(if_known(row.speed_up, "{:.2f}x".format) for row in rows)],
         ["sent to loss", *(if_known(row.reach.bytes_sent, format_bytes) for row in rows)],
@@ -491,7 +491,7 @@ def _about_target(summary: Summary, rows: Sequence[Row]) -> str:
     if len(reached) < len(known) and any(len(row.group.runs) > 1 for row in known):
         loss += " (mean over seeds)"
     if not reached:
-        return f"None of the runs reached {loss}." if known else ""
+        return f"None of the runs reached {loss}." if known and math.isfinite(summary.target) else ""
     by_time = not summary.different_conditions and all(math.isfinite(row.reach.seconds) for row in reached)
 
     def value(row: Row) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron01.compare.grouping import sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import answers, summarize
+from megatron01.compare.summary import answers, summarize, table
 from tests.unit.compare.folders import line, lines, write_run
 
 Lines = list[dict[str, Any]]
@@ -213,6 +213,15 @@ def test_what_is_not_known(family: Family) -> None:
     assert "Adam ended at a training loss of 2." in said and "; no loss is known of SGD with momentum." in said
     assert "Adam sent 20 B a step; nothing sent is recorded of SGD with momentum." in said
     assert family_of(family, 1).say().endswith("No loss is known.")
+
+
+def test_runs_before_their_first_training_loss_have_no_target(family: Family) -> None:
+    for optimizer, loss in (("adam", 3.0), ("zero_one_adam", 3.5)):
+        family.add(optimizer, [{"iteration": 10, "consumed_samples": 80, "eval_loss": loss}])
+    said = family.say()
+    assert said.startswith("Adam ended lowest, at a held-out loss of 3.0000; 0/1 Adam ended 0.5000 higher.")
+    (section,) = sections([read_run(folder) for folder in family.folders])
+    assert "steps to loss" not in [cells[0] for cells in table(summarize(section.groups))]
 
 
 def test_one_replica_sends_nothing(family: Family) -> None:
