@@ -18,7 +18,8 @@ from megatron01.utils.files import read_json_object, shipped
 CONFIG_FILE = "tokenizer_config.json"
 DEFINITION_FILE = "tokenizer.json"
 _COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
-_SENTENCEPIECE_FILES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+SENTENCEPIECE_FILE = "tokenizer.model"  # as it is exported
+_SENTENCEPIECE_FILES = (SENTENCEPIECE_FILE, "spiece.model", "sentencepiece.bpe.model")
 
 
 def write_tokenizer(files: TokenizerFiles, folder: Path, *, max_length: int) -> str | None:
@@ -30,7 +31,7 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, *, max_length: int) -> 
     entries: dict[str, Any] = {"model_max_length": max_length}
     if files.tokenizer_type == "SentencePieceTokenizer":  # which transformers 5 reads itself
         assert isinstance(tokenizer, SentencePieceTokenizer)
-        (folder / _SENTENCEPIECE_FILES[0]).write_bytes(tokenizer.model)
+        (folder / SENTENCEPIECE_FILE).write_bytes(tokenizer.model)
         special = {"unk": tokenizer.unknown, "bos": tokenizer.eod, "eos": tokenizer.eod}
         if tokenizer.masking is not None:
             special |= {part: getattr(tokenizer.masking, part) for part in ("cls", "sep", "mask", "pad")}

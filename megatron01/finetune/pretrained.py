@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron01.convert.formats import read_model
-from megatron01.convert.hf_tokenizer import add_bert_template, find_tokenizer, write_tokenizer
+from megatron01.convert.hf_tokenizer import (
+    DEFINITION_FILE,
+    SENTENCEPIECE_FILE,
+    add_bert_template,
+    find_tokenizer,
+    write_tokenizer,
+)
 from megatron01.convert.huggingface import (
     SAMPLE_TEXT,
     is_hf_folder,
@@ -145,11 +151,14 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
     """
     path = Path(load)
     if path.exists() and is_hf_folder(path) and not is_checkpoint(path):
+        exported = path / SENTENCEPIECE_FILE
+        if tokenizer is None and exported.is_file() and not (path / DEFINITION_FILE).exists():
+            tokenizer = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(exported))
         if tokenizer is None:
             return _load_folder(path, path, load, head)
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(tokenizer, Path(folder), max_length=_NO_LIMIT)
-            pretrained = _load_folder(path, Path(folder), load, head)
+            pretrained = _load_folder(path, Path(folder), load, head, tokenizer.built)
         config = pretrained.config
         own = find_tokenizer(path, model_type=config.model_type, num_ids=config.vocab_size)
         if own is not None:
@@ -199,7 +208,8 @@ def _load_folder(
                 f"transformers {transformers.__version__} does not read the SentencePiece model of {source} rightly;"
                 " pip install 'transformers>=5.24'"
             )
-        add_bert_template(backend, own_tokenizer)  # it has no place in the exported files
+        if own_tokenizer.masking is not None:
+            add_bert_template(backend, own_tokenizer)  # it has no place in the exported files
     prefix = f"{model.base_model_prefix}."
     body = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
     replaced = {name[0] if isinstance(name, tuple) else name for name in loaded["mismatched_keys"]}

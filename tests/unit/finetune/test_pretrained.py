@@ -11,6 +11,7 @@ from transformers import BertForSequenceClassification, RobertaConfig, RobertaFo
 
 from megatron01.config import BertModelConfig
 from megatron01.convert.formats import read_model
+from megatron01.convert.huggingface import write_hf_folder
 from megatron01.convert.native import write_checkpoint
 from megatron01.convert.portable import VOCABULARY_TENSORS, PortableModel, new_model
 from megatron01.data.tokenizers import TokenizerFiles
@@ -123,7 +124,7 @@ def test_a_tokenizer_without_special_tokens_is_refused(folder):
 
 
 def test_a_checkpoint_with_a_sentencepiece_model(tmp_path):
-    """Texts get [CLS] and [SEP], as in pretraining, also from a fine-tuned model that was saved."""
+    """Texts get [CLS] and [SEP], as in pretraining, also from a model that was exported, or fine-tuned and saved."""
     path = tmp_path / "sp.model"
     path.write_bytes(train_sentencepiece(["the fox and a dog went home in seven boats"] * 9, 40, "unigram"))
     files = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(path))
@@ -132,14 +133,17 @@ def test_a_checkpoint_with_a_sentencepiece_model(tmp_path):
     weights = new_model(config, ours.vocab_size, binary_head=True).state_dict()
     weights = {n: w[: ours.vocab_size] if n in VOCABULARY_TENSORS else w for n, w in weights.items()}
     model = PortableModel(source="", config=config, vocab_size=ours.vocab_size, weights=weights, tokenizer=files)
-    (tmp_path / "bert").mkdir()
+    for name in ("bert", "exported"):
+        (tmp_path / name).mkdir()
     write_checkpoint(model, tmp_path / "bert", final=tmp_path / "bert")
+    write_hf_folder(model, tmp_path / "exported", dtype="fp32")
     pretrained = load_pretrained(str(tmp_path / "bert"), None, HEAD)
+    exported = [load_pretrained(str(tmp_path / "exported"), given, HEAD) for given in (None, files)]
     saved = tmp_path / "saved"
     pretrained.new_model(num_outputs=2, seed=0, dropout=None).save_pretrained(saved)
     pretrained.encoder.tokenizer.save_pretrained(saved)
     first, second, special = ours.encode("the fox"), ours.encode(" a  dog"), ours.masking
-    for found in (pretrained, load_pretrained(str(saved), None, HEAD)):
+    for found in (pretrained, *exported, load_pretrained(str(saved), None, HEAD)):
         (pair,) = found.encoder.encode(["the fox"], [" a  dog"], 64)
         assert pair.ids.tolist() == [special.cls, *first, special.sep, *second, special.sep]
         assert pair.types.tolist() == [0] * (len(first) + 2) + [1] * (len(second) + 1)
