@@ -234,7 +234,8 @@ _HEIGHT, _BAR_ROW = 275, 44
 _VARIABLES = {color: f"var(--c{number})" for number, color in enumerate(LIGHT)}
 _VARIABLES |= {INK: "var(--ink)", FAINT: "var(--faint)"}
 
-_FILE_SIZE = (4.6, 3.3)  # inches of one chart
+_FILE_SIZE = (4.6, 3.3)  # inches of one chart, at least
+_LEGEND_ROW, _FILE_BAR_ROW = 0.17, 0.4  # inches of a chart's height for each of many lines or bars
 _TITLE_WIDTH = 50  # characters that fit above one chart
 _FEWEST_BARS = 4  # bars for which a chart in a file has space at least
 _FEW_POINTS = 25  # curves of at most so many points get markers
@@ -287,8 +288,13 @@ def save(charts: Sequence[Chart], path: Path, *, title: str = "") -> None:
 
     across = min(2, len(charts))
     down = -(-len(charts) // across)
+    rows = [
+        _LEGEND_ROW * len(chart.lines) if isinstance(chart, LineChart) else _FILE_BAR_ROW * len(chart.bars)
+        for chart in charts
+    ]
+    height = max(_FILE_SIZE[1], 1 + max(rows))
     with _settings(), writing(path):
-        figure = Figure(figsize=(_FILE_SIZE[0] * across, _FILE_SIZE[1] * down), layout="constrained")
+        figure = Figure(figsize=(_FILE_SIZE[0] * across, height * down), layout="constrained")
         places = np.asarray(figure.subplots(down, across, squeeze=False)).ravel()
         for place, chart in zip(places, charts, strict=False):
             place.set_title(chart.title, fontsize="medium", loc="left")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -67,6 +68,22 @@ def test_titles_fit_their_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         extent = title.get_window_extent()
         assert extent.x0 >= 0 and extent.x1 <= figure.bbox.width and extent.y1 <= figure.bbox.height
         assert extent.y0 >= max(place.get_tightbbox().y1 for place in figure.axes)
+
+
+def test_many_groups_make_a_picture_higher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    curve = LINES.lines[0].curve
+    many = dataclasses.replace(LINES, lines=tuple(Line(group, f"Adam, lr {group}", curve) for group in range(40)))
+    bars = dataclasses.replace(BARS, bars=tuple(Bar(group, f"Adam, lr {group}", 1.0, "1") for group in range(40)))
+    charts.save([many, bars], tmp_path / "a.png", title="Convergence")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    lines_of, bars_of = figure.axes
+    assert lines_of.get_legend().get_window_extent().height <= lines_of.bbox.height
+    label, text = (annotation.get_window_extent() for annotation in bars_of.texts[:2])
+    following = bars_of.texts[2].get_window_extent()
+    assert label.y0 > following.y1 and text.y0 > following.y1
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
