@@ -8,16 +8,16 @@ Prints Markdown. README.md explains the columns.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 from replica_pool import run_replicas
-from reporting import busy_cores, machine, markdown
+from reporting import report
 from timing import seconds_of
 from workload import BATCH, Workload, sum_of_losses
 
@@ -26,6 +26,7 @@ from megatron01.checkpoint.save import CheckpointWriter, RunState
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
+from megatron01.utils.formatting import markdown
 
 STEPS = 4
 """Before each save, to compare with."""
@@ -40,17 +41,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
     workload = Workload(model="gpt2", size=arguments.size, precision="fp32", steps=1)
-    busy = [busy_cores()]
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=arguments.folder) as folder:
-        result = measure(workload, arguments.replicas, arguments.rounds, folder)
-    result |= {"machine": machine(), "busy_cores": [*busy, busy_cores()]}
-    print(table(result), flush=True)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
+        saves = partial(measure, workload, arguments.replicas, arguments.rounds, folder)
+        report(f"gpt2 {arguments.size}, {arguments.replicas} replicas", {"saves": saves}, arguments.json)
 
 
-def measure(workload: Workload, replicas: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Medians over saves of the slower replica's seconds; ratios are relative to the steps right before each save."""
+def measure(workload: Workload, replicas: int, rounds: int, folder: str) -> tuple[dict[str, Any], str]:
+    """Medians over saves of the slower replica's seconds, and their table.
+
+    Ratios are relative to the steps right before each save.
+    """
     measured = run_replicas(_measure_replica, replicas, workload, rounds, folder)
     result: dict[str, Any] = {key: measured[0][key] for key in ("parameters", "megabytes")}
     result |= {"replicas": replicas, "batch": BATCH[workload.size]}
@@ -67,7 +67,7 @@ def measure(workload: Workload, replicas: int, rounds: int, folder: str) -> dict
             "slowdown": median(save["step_meanwhile"] / save["step"] for save in saves[1:]),
             "total": median((save["stall"] + save["delay"]) / save["step"] for save in saves[1:]),
         }
-    return result
+    return result, table(result)
 
 
 def _measure_replica(workload: Workload, rounds: int, folder: str) -> dict[str, Any]:
@@ -157,7 +157,6 @@ class _Replica:
 def table(result: dict[str, Any]) -> str:
     """The numbers in Markdown."""
     sequences, length = result["batch"]
-    size, replicas = f"{result['parameters'] / 1e6:.1f} M", result["replicas"]
     columns = ("step_seconds", "first_stall", "stall", "writing", "slowdown", "total")
     rows = [
         [name, *(f"{result[kind][column]:.2f}" for column in columns)]
@@ -165,11 +164,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     header = ["saving", "step, s"]
     header += [f"{what} / step" for what in ("first stall", "stall", "writing", "meanwhile", "all")]
-    busy = ", ".join(f"{cores:.1f}" for cores in result["busy_cores"])
     return (
-        f"# GPT-2 with {size} parameters, {replicas} replicas, {result['machine']}\n\n"
-        f"A checkpoint has {result['megabytes']:.0f} MB. Steps are on {sequences} x {length} tokens per replica.\n\n"
-        f"{markdown(header, rows)}\nCores busy with other work before and after: {busy}"
+        f"{result['parameters'] / 1e6:.1f} M parameters, a checkpoint of {result['megabytes']:.0f} MB. Steps are on"
+        f" {sequences} x {length} tokens per replica.\n\n{markdown([header, *rows])}"
     )
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import codec_rates
 import synchronization
-from reporting import markdown, report
+from reporting import report
+
+from megatron01.utils.formatting import markdown
 
 NAMES = {
     "exchange": "1-bit exchange",
@@ -41,7 +43,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
 
-    report("", {name: partial(SECTIONS[name], arguments) for name in arguments.section or SECTIONS}, arguments.json)
+    report(
+        "Compression",
+        {name: partial(SECTIONS[name], arguments) for name in arguments.section or SECTIONS},
+        arguments.json,
+    )
 
 
 def measure_codec(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -61,7 +67,7 @@ def measure_codec(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     return result, (
         f"## Codec: {result['elements'] / 1e6:.0f} M elements, blocks of {result['block_size']}, "
         f"{result['replicas']} replicas, medians\n\n"
-        + markdown(["quantizer, phase", "threads", "GB/s of fp32", "copy, GB/s", "rate / copy", "best / best"], rows)
+        + markdown([["quantizer, phase", "threads", "GB/s of fp32", "copy, GB/s", "rate / copy", "best / best"], *rows])
     )
 
 
@@ -88,7 +94,8 @@ def exchange_table(result: dict[str, Any]) -> str:
     rows.insert(1, ["1-bit exchange and decoding its result", f"{1e3 * ours['seconds_decoded']:.1f}", *[""] * 4])
     text = (
         f"## Exchange: {result['elements'] / 1e6:.0f} M elements, {result['replicas']} replicas with one thread each, "
-        "gloo on loopback, medians\n\n" + markdown(["", "ms", "best, ms", "/ exchange", "best / best", "MB sent"], rows)
+        "gloo on loopback, medians\n\n"
+        + markdown([["", "ms", "best, ms", "/ exchange", "best / best", "MB sent"], *rows])
     )
     if "deepspeed_step" in result["rivals"]:
         packing = {name: entry.get("packing_seconds") for name, entry in result["rivals"].items()}

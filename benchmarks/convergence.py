@@ -16,17 +16,17 @@ import datetime
 import json
 import math
 import shlex
-import subprocess
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from convergence_run import ROOT, SHAPES, Run, count_baselines, train, train_simulated
+from convergence_run import SHAPES, Run, count_baselines, train, train_simulated
 from convergence_table import gaps, read_records
 from convergence_variants import Variant, variants
 from replica_pool import ReplicaPool
+from reporting import ROOT, machine, revision
 
 from megatron01.errors import UserError
 
@@ -98,20 +98,6 @@ def append(path: Path, name: str, run: Run, result: dict[str, Any]) -> None:
     loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
     what = f"{run.task}  {name}  lr {run.learning_rate:.3g}  seed {run.seed}"
     print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)
-
-
-def revision() -> str:
-    """The commit of this checkout, marked if there are uncommitted changes; "unknown" outside of git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=10"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
-
-
-def machine() -> str:
-    """The processor, and the version of torch."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{len(names)} x {names[0] if names else 'CPU'}, torch {torch.__version__}"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from reporting import ROOT
 from simulated_replicas import run_simulated
 from torch import nn
 from workload import sum_of_losses
@@ -36,7 +37,6 @@ from megatron01.models import GPT2, Bert
 from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
 from megatron01.training.step import LossModule
 
-ROOT = Path(__file__).resolve().parents[1]
 EVALUATIONS = 8
 HELD_OUT_SEED = 0
 VOCABULARY = 512

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from reporting import markdown
 from scipy import stats
+
+from megatron01.utils.formatting import markdown
 
 BASELINE = "adam"
 
@@ -80,6 +81,7 @@ def gaps(records: list[dict[str, Any]]) -> str:
         results = collect(chosen)
         baseline = next((result for result in results if result.name == BASELINE), None)
         best = None if baseline is None else baseline.losses[baseline.best_rate]
+        header = ["optimizer", "learning rate", "seeds", "held-out loss", "gap to Adam's best rate", "bits"]
         rows = []
         for result in results:
             for rate, losses in sorted(result.losses.items()):
@@ -99,7 +101,7 @@ def gaps(records: list[dict[str, Any]]) -> str:
         trained = f"{parameters:.0f} k parameters, {replicas} replicas, {steps} steps, {tokens:.0f} k tokens"
         parts += [
             f"## {task}, {size}: {trained}\n",
-            markdown(["optimizer", "learning rate", "seeds", "held-out loss", "gap to Adam's best rate", "bits"], rows),
+            markdown([header, *rows]),
         ]
     made = [sorted({str(record.get(key)) for record in records}) for key in ("revision", "machine", "date")]
     return "\n".join([*parts, f"Runs: {len(records)}. " + "; ".join(", ".join(names) for names in made) + ".\n"])

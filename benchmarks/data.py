@@ -32,7 +32,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     sections = arguments.section or SECTIONS
-    report("Data: ", {section: partial(measure, section, arguments) for section in sections}, arguments.json)
+    report("Data", {section: partial(measure, section, arguments) for section in sections}, arguments.json)
 
 
 def measure(section: str, arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from reporting import markdown
+from reporting import ROOT
 
 from megatron01.config.commands import PreprocessConfig
 from megatron01.data import IndexedDataset
@@ -32,8 +32,7 @@ from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.preprocessing.sentences import split_sentences
 from megatron01.data.tokenizers import build_tokenizer
-
-DATA = Path(__file__).resolve().parents[1] / "data"
+from megatron01.utils.formatting import markdown
 
 
 class Rate(NamedTuple):
@@ -48,7 +47,7 @@ class Rate(NamedTuple):
 
 def write_corpus(path: Path, megabytes: float) -> None:
     """The shipped corpus as JSON lines, repeated up to a size."""
-    with lzma.open(DATA / "corpus.jsonl.xz") as packed:
+    with lzma.open(ROOT / "data" / "corpus.jsonl.xz") as packed:
         lines = packed.read().splitlines(keepends=True)
     written = number = 0
     with open(path, "wb") as file:
@@ -59,7 +58,7 @@ def write_corpus(path: Path, megabytes: float) -> None:
 
 def tasks(corpus: Path, output: Path) -> dict[str, PreprocessConfig]:
     """GPT-2 by documents and BERT by sentences, with the shipped vocabularies."""
-    vocabularies = DATA / "vocab"
+    vocabularies = ROOT / "data" / "vocab"
     common: dict[str, Any] = {"input": (str(corpus),), "workers": 1, "checkpoint_seconds": 20.0}
     return {
         "GPT-2 BPE, documents": PreprocessConfig(
@@ -108,7 +107,7 @@ def table(rates: Sequence[Rate]) -> str:
         [task, step, str(workers), f"{megabytes:.1f}", f"{tokens / 1e6:.2f}" if tokens else ""]
         for task, step, workers, megabytes, tokens in rates
     ]
-    return markdown(["task", "what", "processes", "MB/s", "million tokens/s"], rows)
+    return markdown([["task", "what", "processes", "MB/s", "million tokens/s"], *rows])
 
 
 def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from reporting import markdown, reset_peak, resident
+from reporting import ROOT, reset_peak, resident
 
 from megatron01.config import BertDataConfig, GPTDataConfig
 from megatron01.data import (
@@ -29,8 +29,8 @@ from megatron01.data.bert import build_bert_mapping
 from megatron01.data.datasets import SampleDataset, blend_order
 from megatron01.data.gpt import build_gpt_index
 from megatron01.data.index_cache import Arrays
+from megatron01.utils.formatting import markdown
 
-DATA = Path(__file__).resolve().parents[1] / "data"
 SENTENCES = 5  # of a document, in the measurement of indices
 MICRO_BATCH = 32
 
@@ -100,7 +100,7 @@ def indices_table(rates: Sequence[IndexRate]) -> str:
         [name, f"{samples / 1e6:.2f}", f"{seconds:.2f}", f"{megabytes:.0f}", f"{peak:.0f}"]
         for name, samples, seconds, megabytes, peak in rates
     ]
-    return markdown(["index", "million samples", "s", "MB", "peak MB"], rows)
+    return markdown([["index", "million samples", "s", "MB", "peak MB"], *rows])
 
 
 def samples_table(rates: Sequence[SampleRate]) -> str:
@@ -110,7 +110,7 @@ def samples_table(rates: Sequence[SampleRate]) -> str:
         [name, through.get(workers, f"loader, {workers} worker(s)"), f"{per_second:,.0f}"]
         for name, workers, per_second in rates
     ]
-    return markdown(["samples", "through", "samples/s"], rows)
+    return markdown([["samples", "through", "samples/s"], *rows])
 
 
 def _measure_index(name: str, build: Callable[[], Arrays]) -> IndexRate:
@@ -133,7 +133,7 @@ def _datasets(folder: Path) -> dict[str, SampleDataset]:
                 for _ in range(sentences):
                     builder.add_sentence(random.randint(1000, 5000, random.randint(5, longest)))
                 builder.end_document()
-    vocabularies = DATA / "vocab"
+    vocabularies = ROOT / "data" / "vocab"
     bert_files = {"vocab_file": str(vocabularies / "bert-small-5120-vocab.txt"), "data_path": (str(folder / "bert"),)}
     gpt_config = GPTDataConfig(
         data_path=(str(folder / "gpt"),),

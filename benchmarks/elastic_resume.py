@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 from statistics import fmean, stdev
 
-from reporting import markdown
+from reporting import ROOT, torchrun
 
-ROOT = Path(__file__).resolve().parents[1]
+from megatron01.utils.formatting import markdown
+
 GLOBAL_BATCH_SIZE = 16
 # a smaller model than the debug recipe's, and no dropout, so that random numbers do not differ
 FLAGS = {
@@ -68,13 +69,12 @@ def train(arguments: argparse.Namespace, seed: int, replicas: int, folder: Path,
         "run_dir": run,
     }
     prefix = "gpt_text_document" if arguments.task == "gpt2" else "bert_text_sentence"
-    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(replicas)]
-    command += [str(ROOT / ("pretrain_gpt.py" if arguments.task == "gpt2" else "pretrain_bert.py"))]
+    command = [*torchrun(replicas), str(ROOT / ("pretrain_gpt.py" if arguments.task == "gpt2" else "pretrain_bert.py"))]
     command += ["--config", str(ROOT / "configs" / arguments.task / "debug.yaml")]
     command += ["--data-path", str(arguments.data / prefix), *more]
     for name, value in flags.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
@@ -97,7 +97,7 @@ def table(arguments: argparse.Namespace, losses: dict[int, list[float]]) -> str:
         largest = max(differences, key=abs)
         rows.append([name, f"{fmean(found):.4f}", f"{fmean(differences):+.4f}", f"{largest:+.4f}"])
     difference = "difference to the uninterrupted run of the same seed: mean"
-    return title + markdown(["replicas", "held-out loss", difference, "largest"], rows)
+    return title + markdown([["replicas", "held-out loss", difference, "largest"], *rows])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -21,11 +21,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from reporting import markdown
+from reporting import ROOT, torchrun
 
 from megatron01.data import IndexedDatasetBuilder
+from megatron01.utils.formatting import markdown
 
-ROOT = Path(__file__).resolve().parents[1]
 KINDS = {"memory": "MB", "files": "open files", "threads": "threads"}
 # Values after this share of the steps are compared with those at the end, which may exceed them by at most this.
 SETTLED = 0.2
@@ -38,7 +38,6 @@ def command(folder: Path, steps: int) -> list[str]:
         for _ in range(2000):
             builder.add_sentence(np.random.default_rng(len(KINDS)).integers(0, 500, 128))
             builder.end_document()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     settings = {
         "data-path": folder / "tokens", "seq-length": 32, "max-position-embeddings": 32, "num-workers": 1,
         "num-layers": 1, "hidden-size": 32, "num-attention-heads": 2, "micro-batch-size": 1,
@@ -48,7 +47,7 @@ def command(folder: Path, steps: int) -> list[str]:
     }  # fmt: skip
     flags = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
     config = ["--config", str(ROOT / "configs/gpt2/debug.yaml")]
-    return [*torchrun, str(ROOT / "pretrain_gpt.py"), *config, "--async-save", *flags]
+    return [*torchrun(2), str(ROOT / "pretrain_gpt.py"), *config, "--async-save", *flags]
 
 
 def children(pid: int) -> list[int]:
@@ -110,7 +109,7 @@ def report(lines: list[dict[str, float]], steps: int, output: Path) -> bool:
         f"# Endurance: {steps:,} steps of two replicas, with {steps // 200} evaluations and"
         f" {steps // 500} checkpoints\n",
         "Medians over a tenth of the steps, of a replica and its loader process.\n",
-        markdown(["steps", *(f"{unit}, rank {rank}" for rank in (0, 1) for unit in KINDS.values())], rows),
+        markdown([["steps", *(f"{unit}, rank {rank}" for rank in (0, 1) for unit in KINDS.values())], *rows]),
         f"Grew after a fifth of the steps, by more than 3 MB or one file or thread: {grown or 'nothing'}.\n",
         f"![The curve]({output.name}.svg)",
     ]

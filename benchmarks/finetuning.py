@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from reporting import markdown
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import matthews_corrcoef
@@ -34,6 +33,7 @@ from megatron01.config.commands import GlueConfig
 from megatron01.finetune.bench import shuffled_batches
 from megatron01.finetune.glue import TASKS, Example, GlueBench, Task, TaskData
 from megatron01.finetune.results import Run
+from megatron01.utils.formatting import markdown
 
 TASK = TASKS["SST-2"]
 
@@ -128,11 +128,11 @@ def compare_with_trainer(arguments: argparse.Namespace) -> None:
         run = Run(TASK.name, arguments.batch_size, arguments.lr, seed)
         found["megatron01"].append(accuracy(bench, run, bench.train(run)[0]))
         found["Trainer"].append(accuracy(bench, run, train_by_trainer(bench, arguments, run, in_our_order=False)))
-    rows = []
+    rows = [["loop", *(f"seed {seed}" for seed in arguments.seeds), "mean", "standard deviation"]]
     for name, values in found.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         rows.append([name, *(f"{value:.2f}" for value in (*values, statistics.fmean(values), spread))])
-    print(markdown(["loop", *(f"seed {seed}" for seed in arguments.seeds), "mean", "standard deviation"], rows), end="")
+    print(markdown(rows), end="")
 
 
 class OurOrder(Sampler[int]):

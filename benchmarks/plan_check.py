@@ -18,9 +18,9 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from convergence_run import ROOT, SHAPES, Run, build_config
+from convergence_run import SHAPES, Run, build_config
 from convergence_table import read_records
-from reporting import markdown
+from reporting import ROOT
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from scipy.optimize import least_squares
 from slow_network_hosts import bits_per_second
@@ -32,6 +32,7 @@ from megatron01.config.registry import find_optimizer
 from megatron01.cost.cluster import Cluster
 from megatron01.cost.run_time import Choice, RunTime, StepModel, Work, recommend, run_time
 from megatron01.cost.volume import full_step_bytes
+from megatron01.utils.formatting import markdown
 
 OURS = "zero_one_adam_from_2"
 """0/1 Adam with its default intervals."""
@@ -200,7 +201,7 @@ def _errors(model: Predictions, machine: Machine) -> str:
             if any(cells):
                 rows.append([ENTRIES[name].title, kind, *cells])
     text = "Seconds of a step as measured, and how far the model is off:\n\n"
-    text += markdown(["contestant", "step", *model.rates], rows)
+    text += markdown([["contestant", "step", *model.rates], *rows])
     for name, errors in (("fitted", fitted), ("foretold", foretold)):
         if errors:
             text += (
@@ -255,7 +256,7 @@ def _regrets_at(setting: Setting, advice: dict[str, str], loss: float) -> str:
         else:
             lost += 1
             rows.append([rate, advised, "never", *cells, ""])
-    text = markdown([f"links, {loss:.3f}", "recommended", "s", "best", "s", "regret"], rows)
+    text = markdown([[f"links, {loss:.3f}", "recommended", "s", "best", "s", "regret"], *rows])
     if regrets:
         text += f"\nRegret: {sum(regrets) / len(regrets):.1%} in the mean, {max(regrets):.1%} at worst (goal: 5 %)."
     return text + (f"\nNot reached with the recommended: {lost} of {len(rows)}.\n" if lost else "\n")

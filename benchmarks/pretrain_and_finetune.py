@@ -33,10 +33,10 @@ from statistics import mean
 from typing import Any
 
 import torch
-from convergence import machine, revision
-from convergence_run import ROOT, attend_to_neighbours
+from convergence_run import attend_to_neighbours
 from evidence import KINDS, Evidence, Record, Run, Spec
 from finetuning import score_of_counts
+from reporting import ROOT, machine, revision, torchrun
 from study import table
 
 from megatron01.compare.runs import read_run
@@ -118,8 +118,7 @@ class Workshop:
         if run in self.evidence.records:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        launcher += ["--nproc-per-node", str(self.spec.replicas)]
+        launcher = torchrun(self.spec.replicas)
         common = [*shlex.split(section["flags"]), "--lr", f"{run.rate:g}", "--seed", str(run.seed)]
         if run.kind == "digits":
             script = [str(ROOT / "examples" / "digits_resnet18.py")]

@@ -1,4 +1,4 @@
-"""What benchmarks read of the machine and its processes, and the tables that they print."""
+"""What all benchmarks share: this checkout, the machine, the memory of a process, and how results are reported."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,31 @@ from typing import Any
 
 import torch
 
+from megatron01.monitor.run_directory import git_revision
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def revision() -> str:
+    """The commit of this checkout, marked if there are uncommitted changes; "unknown" outside of git."""
+    found = git_revision(ROOT)
+    return "unknown" if found is None else found["revision"][:10] + ("-dirty" if found["dirty"] else "")
+
+
+def processor() -> str:
+    """Name of the processor."""
+    names = re.findall(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return names[0] if names else os.uname().machine
+
 
 def machine() -> str:
-    """Processor, torch version and date as text."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = models[0].partition(":")[2].strip() if models else os.uname().machine
-    return f"{os.cpu_count()}-core {processor}, torch {torch.__version__}, {datetime.date.today()}"
+    """Cores, processor and torch version."""
+    return f"{os.cpu_count()}-core {processor()}, torch {torch.__version__}"
+
+
+def torchrun(processes: int) -> list[str]:
+    """The command that starts so many processes on this machine; a program and its arguments follow."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
 
 
 def busy_cores(seconds: float = 1.0) -> float:
@@ -49,8 +69,8 @@ def reset_peak() -> None:
 
 def report(title: str, parts: dict[str, Callable[[], tuple[Any, str]]], output: Path | None, **known: Any) -> None:
     """Measure each part, which gives its numbers and their Markdown; print it, and write all as JSON to ``output``."""
-    result: dict[str, Any] = {**known, "machine": machine()}
-    print(f"# {title}{result['machine']}\n", flush=True)
+    result: dict[str, Any] = {**known, "machine": f"{machine()}, {datetime.date.today()}"}
+    print(f"# {title}: {result['machine']}\n", flush=True)
     busy = [busy_cores()]
     for name, measure in parts.items():
         result[name], text = measure()
@@ -60,9 +80,3 @@ def report(title: str, parts: dict[str, Callable[[], tuple[Any, str]]], output: 
     print(f"Cores busy with other work before, between and after the parts: {', '.join(f'{b:.1f}' for b in busy)}")
     if output is not None:
         output.write_text(json.dumps(result, indent=2) + "\n")
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """Markdown table, first column left-aligned and all others right-aligned."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

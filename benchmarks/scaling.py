@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from replica_pool import ReplicaPool
-from reporting import markdown
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, Topology
@@ -27,6 +26,7 @@ from megatron01.comm.topology import build_topology
 from megatron01.comm.transport import Transport, Work
 from megatron01.config import DistributedConfig
 from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.utils.formatting import markdown
 
 BLOCK_SIZE = 1024
 BUCKET_ELEMENTS = 1 << 22
@@ -218,7 +218,7 @@ def main() -> None:
     lines: list[dict[str, Any]] = []
     for replicas in given.replicas:
         lines += measure(given.elements, replicas)
-    print(markdown(list(HEADER.values()), table(lines)), end="")
+    print(markdown([list(HEADER.values()), *table(lines)]), end="")
 
 
 if __name__ == "__main__":

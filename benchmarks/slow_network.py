@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import datetime
 import math
 import signal
 import subprocess
@@ -22,12 +23,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from convergence import revision
-from convergence_run import ROOT, SHAPES, small_vocabulary
+from convergence_run import SHAPES, small_vocabulary
 from convergence_table import read_records
 from convergence_variants import GRID, ROOT_TWO_GRID
 from replica_pool import ReplicaFailed
-from reporting import machine
+from reporting import ROOT, machine, revision
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_hosts import bits_per_second
 from slow_network_lab import Lab, Records, find_profile
@@ -67,7 +67,7 @@ def available(names: Sequence[str]) -> list[str]:
 
 def measure(arguments: argparse.Namespace, names: list[str]) -> None:
     """Do all runs that are missing from the file. Raises SystemExit if some fail, or a learning rate is not tuned."""
-    records = Records(arguments.output, {"revision": revision(), "machine": machine()})
+    records = Records(arguments.output, {"revision": revision(), "machine": f"{machine()}, {datetime.date.today()}"})
     sweep = Sweep(records, arguments, names)
     for task in arguments.task:
         if not (arguments.tune or arguments.advise):

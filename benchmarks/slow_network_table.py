@@ -9,11 +9,12 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
-from reporting import markdown
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_hosts import CONGESTION_CONTROL, bits_per_second
 from slow_network_lab import TOLERANCE
 from slow_network_run import NO_HOSTS, Race
+
+from megatron01.utils.formatting import markdown
 
 OURS = ("zero_one_adam_from_2", "zero_one_adam")
 DELAYED = ("zero_one_adam_delayed", "one_bit_adam_delayed")
@@ -199,7 +200,7 @@ class Setting:
             row = [rate, f"{median(links) / 1e6:.4g}", ends, str(len(links)), str(len(off))]
             rows.append([*row, "" if share is None else f"{share:.1%}"])
         header = ["cap", "measured Mbit/s", "from", "runs", f"off by more than {TOLERANCE:.0%}"]
-        return markdown([*header, f"{BASELINE}: exchange / step"], rows)
+        return markdown([[*header, f"{BASELINE}: exchange / step"], *rows])
 
     def _race(self, rate: str) -> str:
         baseline = self.times(BASELINE, rate)
@@ -220,7 +221,7 @@ class Setting:
         header += [
             f"loss after {share * baseline.end:.0f} s" if baseline else f"loss at {share:.0%}" for share in BUDGETS
         ]
-        return markdown([*header, "at the end", "s", "MB by formula", "MB counted", "with headers"], rows)
+        return markdown([[*header, "at the end", "s", "MB by formula", "MB counted", "with headers"], *rows])
 
     def _goals(self, rate: str) -> str:
         """Speed-up of 0/1 Adam over the contestants with goals, at each target loss."""
@@ -261,7 +262,7 @@ class Setting:
                     gains[rate] = reference / seconds
             cells = [f"{gains[rate]:.2f}" if rate in gains else "" for rate in self.rates]
             rows.append([ENTRIES[name].title, *cells, "" if name == BASELINE else self._stops(name, loss, gains)])
-        return markdown(["contestant", *self.rates, "pays up to"], rows)
+        return markdown([["contestant", *self.rates, "pays up to"], *rows])
 
     def _stops(self, name: str, loss: float, gains: dict[str, float]) -> str:
         if not gains:
@@ -281,7 +282,7 @@ class Setting:
                 kinds = self.kinds(name, rate) or {}
                 cells.append(", ".join(f"{kind} {seconds:.3f}" for kind, (_, seconds) in sorted(kinds.items())))
             rows.append(["no exchange" if name == ALONE else ENTRIES[name].title, *cells])
-        return markdown(["contestant", *self.rates], rows)
+        return markdown([["contestant", *self.rates], *rows])
 
     def _checks(self) -> str:
         """Differences between counted bytes and formulas, and between composed times and those of whole runs."""

@@ -17,8 +17,10 @@ import arithmetic
 import family
 import memory
 import phases
-from reporting import markdown, report
+from reporting import report
 from workload import RECIPES, Workload
+
+from megatron01.utils.formatting import markdown
 
 NAMES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
 
@@ -42,7 +44,7 @@ def main() -> None:
         model=arguments.model, size=arguments.size, precision=arguments.precision, steps=arguments.steps
     )
     chosen = {name: partial(SECTIONS[name], workload, arguments.replicas) for name in arguments.section or SECTIONS}
-    title = f"{workload.model} {workload.size}: {arguments.replicas} replicas, "
+    title = f"{workload.model} {workload.size}, {arguments.replicas} replicas"
     report(title, chosen, arguments.json, workload={**vars(workload), "replicas": arguments.replicas})
 
 
@@ -73,7 +75,7 @@ def measure_phases(workload: Workload, replicas: int) -> tuple[dict[str, Any], s
     return result, (
         f"## Phases of a step: {result['parameters'] / 1e6:.1f} M parameters, {workload.precision}, "
         f"{sequences} x {length} tokens per replica, ms (share), median over steps and replicas\n\n"
-        + markdown(header, rows)
+        + markdown([header, *rows])
     )
 
 
@@ -96,7 +98,7 @@ def measure_arithmetic(workload: Workload, replicas: int) -> tuple[list[dict[str
             for kind, entry in result["kinds"].items()
         ]
         header = ["step", "ms", "/ AdamW alone", "with clipping, ms", "norm", "update"]
-        text += markdown(header + [f"/ AdamW {baseline}" for baseline in baselines], rows)
+        text += markdown([header + [f"/ AdamW {baseline}" for baseline in baselines], *rows])
     return results, text
 
 
@@ -116,7 +118,7 @@ def measure_family(workload: Workload, replicas: int) -> tuple[dict[str, Any], s
         for kind, entry in kinds.items()
     ]
     header = ["optimizer", "step", "ms", "/ (fp32 all-reduce + AdamW)", "/ AdamW alone", "MB sent"]
-    return result, "## Steps of every optimizer on 2 replicas, without clipping\n\n" + markdown(header, rows)
+    return result, "## Steps of every optimizer on 2 replicas, without clipping\n\n" + markdown([header, *rows])
 
 
 def measure_memory(workload: Workload, replicas: int) -> tuple[dict[str, Any], str]:
@@ -143,7 +145,7 @@ def measure_memory(workload: Workload, replicas: int) -> tuple[dict[str, Any], s
     padding = result["padded_parameters"] / parameters - 1
     return result, (
         f"## Memory: {parameters / 1e6:.1f} M parameters, {workload.precision}, padding to blocks {padding:.3%}\n\n"
-        + markdown(["buffer", "bytes per parameter", "MB"], rows)
+        + markdown([["buffer", "bytes per parameter", "MB"], *rows])
     )
 
 

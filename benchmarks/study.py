@@ -21,9 +21,8 @@ from statistics import fmean, mean, median, stdev
 import matplotlib.pyplot as plt
 import numpy as np
 import yaml
-from convergence_run import ROOT
 from evidence import KINDS, Evidence, Record
-from reporting import markdown
+from reporting import ROOT
 from scipy import stats
 
 from megatron01.compare import charts
@@ -35,7 +34,7 @@ from megatron01.config.commands import CompareConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.errors import UserError
 from megatron01.utils.files import writing
-from megatron01.utils.formatting import format_bytes, format_count, format_duration
+from megatron01.utils.formatting import format_bytes, format_count, format_duration, markdown
 
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 SLOW_LINK = "100 Mbit/s"
@@ -94,7 +93,7 @@ def of_training(evidence: Evidence, kind: str) -> str:
                 rows[-1] += [f"{computing + 8 * one['bytes'] / link:.0f}" for link in LINKS.values()]
     if kind != "digits":
         head += ["s here", *(f"s at {name}" for name in LINKS)]
-    return markdown(head, rows)
+    return markdown([head, *rows])
 
 
 def pace(evidence: Evidence, kind: str) -> float:
@@ -135,7 +134,7 @@ def of_use(evidence: Evidence, kind: str) -> list[str]:
     verdict = "paired tests tell none apart" if is_tested else "one seed tells nothing apart"
     if told_apart:
         verdict = f"told apart by paired t-tests: {'; '.join(told_apart)}"
-    return [markdown(head, rows), f"Means over pretraining seeds, ± one standard deviation; {verdict}.\n"]
+    return [markdown([head, *rows]), f"Means over pretraining seeds, ± one standard deviation; {verdict}.\n"]
 
 
 def _uses(by_seed: Mapping[int, Record]) -> dict[str, dict[int, float]]:
@@ -244,17 +243,17 @@ def _by_rate(evidence: Evidence, kind: str) -> str:
         scores = [of_first[rate]["score"] if rate in of_first else math.nan for rate in rates]
         shown = ["diverged" if score is None else "" if math.isnan(score) else f"{score:.4f}" for score in scores]
         rows.append([optimizer, *shown])
-    return markdown(["optimizer", *(f"{rate:g}" for rate in rates)], rows).rstrip()
+    return markdown([["optimizer", *(f"{rate:g}" for rate in rates)], *rows]).rstrip()
 
 
 def _costs(evidence: Evidence) -> str:
-    rows = []
+    rows = [["", "runs, tuning included", "training time", "sent by one replica"]]
     for kind, title in KINDS.items():
         of_kind = [record for run, record in evidence.records.items() if run.kind == kind]
         if of_kind:
             seconds, sent = (sum(record.get(key, 0.0) for record in of_kind) for key in ("seconds", "bytes"))
             rows.append([title, str(len(of_kind)), format_duration(seconds) if seconds else "", format_bytes(sent)])
-    return markdown(["", "runs, tuning included", "training time", "sent by one replica"], rows).rstrip()
+    return markdown(rows).rstrip()
 
 
 def _panels(part: Part) -> list[charts.Panel]:

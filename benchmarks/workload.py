@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
+from reporting import ROOT
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
 from megatron01.config.fields import Settings
@@ -109,7 +109,7 @@ class Workload:
         settings: Settings[Any] = Settings(config_class)
         values: dict[str, Any] = {}
         for path in RECIPES[self.model][self.size]:
-            values |= load_yaml(Path(__file__).parents[1] / "configs" / path, settings)
+            values |= load_yaml(ROOT / "configs" / path, settings)
         return settings.build(values)
 
     def kinds(self) -> list[str]:

@@ -28,8 +28,9 @@ from typing import Any
 
 from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.reporting import ROOT, revision
+from megatron01.utils.files import write_atomically
 
-ROOT = Path(__file__).resolve().parents[2]
 _TINY_PATIENCE = 5  # factor on the time limit of a part, for machines of any speed
 _GRACE_SECONDS = 10.0
 _ALL_RIGHT = ("done", "not begun", "cut off")
@@ -51,7 +52,7 @@ def main() -> None:
     except OSError as error:
         raise SystemExit(f"error: --output {arguments.output}: {error.strerror}") from None
     result = _earlier(arguments.output / "gpu.json", arguments.tiny) if arguments.part else {}
-    result |= {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "commit": _commit()}
+    result |= {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "commit": revision()}
     result |= {"tiny": arguments.tiny, "command": ["python", "-m", "benchmarks.gpu", *sys.argv[1:]]}
     records = result.setdefault("parts", {})
     end = time.monotonic() + 60 * arguments.minutes
@@ -71,8 +72,8 @@ def main() -> None:
             records[part.name] = record | {"commit": result["commit"]}
             print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
             result["parts"] = {known.name: records[known.name] for known in PARTS if known.name in records}
-            _write(arguments.output / "gpu.json", json.dumps(result, indent=1) + "\n")
-            _write(arguments.output / "gpu.md", page(result))
+            write_atomically(arguments.output / "gpu.json", json.dumps(result, indent=1) + "\n")
+            write_atomically(arguments.output / "gpu.md", page(result))
     print(f"see {arguments.output / 'gpu.md'}")
     if any(not records[part.name]["status"].startswith(_ALL_RIGHT) for part in chosen):
         raise SystemExit(1)
@@ -154,25 +155,6 @@ def _sees_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _commit() -> str:
-    """The commit of this checkout, marked if there are uncommitted changes; "unknown" outside git."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=10", "HEAD") + (" with changes" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".new")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 if __name__ == "__main__":

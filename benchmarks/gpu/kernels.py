@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -20,6 +19,7 @@ from timing import device_seconds
 from torch import Tensor
 
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
+from benchmarks.reporting import processor
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import Codec, build_codec, triton_serves
 from megatron01.comm.kernels.specification import ReferenceCodec
@@ -86,9 +86,8 @@ def _versions() -> dict[str, Any]:
 
 
 def _hardware() -> dict[str, Any]:
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {
-        "processor": models[0].partition(":")[2].strip() if models else os.uname().machine,
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpu": NEEDS_GPU,

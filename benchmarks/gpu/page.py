@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu.parts import MODELS
-from benchmarks.reporting import markdown
+from megatron01.utils.formatting import markdown
 
 Findings = dict[str, Any]
 
@@ -25,12 +25,14 @@ def page(result: dict[str, Any]) -> str:
         f" commit {result['commit']}, {result['date']}.\n",
         f"`{' '.join(result['command'])}`\n",
         "## Parts\n",
-        _table(
-            ["part", "status", "s", "commit"],
+        markdown(
             [
-                [name, record["status"], f"{record['seconds']:.0f}", record.get("commit", "")]
-                for name, record in parts.items()
-            ],
+                ["part", "status", "s", "commit"],
+                *(
+                    [name, record["status"], f"{record['seconds']:.0f}", record.get("commit", "")]
+                    for name, record in parts.items()
+                ),
+            ]
         ),
     ]
     for name, section in (
@@ -69,7 +71,7 @@ def _environment(findings: Findings) -> str:
         if isinstance(values, dict) and group != "versions"
         for name, value in values.items()
     ]
-    return _table(["", "value"], rows)
+    return markdown([["", "value"], *rows])
 
 
 def _specification(findings: Findings) -> str:
@@ -79,7 +81,7 @@ def _specification(findings: Findings) -> str:
             continue
         details = {key: value for key, value in found.items() if key != "agrees"}
         rows.append([name, "yes" if found["agrees"] else "**NO**", "" if found["agrees"] else str(details)])
-    return _table(["case", "agrees", "differences"], rows)
+    return markdown([["case", "agrees", "differences"], *rows])
 
 
 def _rates(findings: Findings) -> str:
@@ -88,7 +90,7 @@ def _rates(findings: Findings) -> str:
         for name, found in findings.items()
         if "failed" not in found
     ]
-    return _table(["kernel", "GB/s", "of a copy", "host, ms"], rows)
+    return markdown([["kernel", "GB/s", "of a copy", "host, ms"], *rows])
 
 
 def _step(findings: Findings) -> str:
@@ -105,7 +107,7 @@ def _step(findings: Findings) -> str:
     if not rows:
         return ""
     header = ["step, ms", *phases, "step", "host", "arithmetic, planned / measured"]
-    return _table(header, rows) + "\n" + _table(["calls of the host", ""], counts)
+    return markdown([header, *rows]) + "\n" + markdown([["calls of the host", ""], *counts])
 
 
 def _exchange(findings: Findings) -> str:
@@ -119,7 +121,7 @@ def _exchange(findings: Findings) -> str:
                 cells += [str(counts[key]) for key in ("operations", "kernels", "collectives", "host_reads")]
                 rows.append([name, kind, *cells, str(found["buckets"])])
     header = ["ranks", "step", "GPU, ms", "host, ms", "operations", "kernels", "collectives", "host reads", "buckets"]
-    return _table(header, rows)
+    return markdown([header, *rows])
 
 
 def _agreements(findings: Findings) -> str:
@@ -131,7 +133,7 @@ def _agreements(findings: Findings) -> str:
             details = ", ".join(f"{key} {value}" for key, value in found.items() if key not in ("agrees", "losses"))
             good = found.get("agrees", all(one.get("agrees", True) for one in found.values() if isinstance(one, dict)))
             rows.append([name, "yes" if good else "**NO**", details])
-    return _table(["case", "as it should be", ""], rows)
+    return markdown([["case", "as it should be", ""], *rows])
 
 
 def _models(parts: dict[str, dict[str, Any]]) -> str:
@@ -173,7 +175,7 @@ def _models(parts: dict[str, dict[str, Any]]) -> str:
         "planned / measured",
         "warm-up, s",
     ]
-    text = "## Whole models\n\n" + _table(header, rows) + "\n"
+    text = "## Whole models\n\n" + markdown([header, *rows]) + "\n"
     text += (
         "Ours: bf16 weights with fp32 masters, one replica, local and synchronizing steps in turn. Hugging Face: fp32"
         " weights with autocast to bf16, SDPA, fused AdamW, clipping. `plan` takes an MFU of 40 % where it is told"
@@ -189,10 +191,6 @@ def _failures(findings: Findings) -> str:
         if isinstance(found, dict) and "failed" in found
     ]
     return "\n".join(failed) + "\n" if failed else ""
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    return markdown(header, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
 def _ms(seconds: float | None) -> str:

@@ -21,6 +21,7 @@ from workload import Workload, sum_of_losses
 
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from benchmarks.gpu.training import on_device
+from benchmarks.reporting import ROOT, torchrun
 from megatron01.comm import TorchTransport
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
@@ -29,7 +30,6 @@ from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.step import LossModule
 from tests.integration.tiny import make_corpus, stored_state
 
-ROOT = Path(__file__).resolve().parents[2]
 _STEPS, _SAVED = 8, 4
 _KILL_SECONDS = 60  # within which a rank must have noticed that another is gone
 
@@ -141,9 +141,9 @@ def _command(folder: Path, name: str, ranks: int, *flags: str) -> list[str]:
     course += ["--run-dir", str(folder / f"{name}-run")]
     where = ["--device", DEVICE.type, *([] if ranks == 1 else ["--distributed-backend", "gloo"])]
     where += ["--no-torch-compile"]  # compiling takes longer than all steps
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    start = torchrun(ranks) if ranks > 1 else [sys.executable]
     program = [str(ROOT / "pretrain_gpt.py"), *shape, *data, *course]
-    return [sys.executable, *start, *program, *where, *flags]
+    return [*start, *program, *where, *flags]
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron01.utils.files import write_atomically
+from megatron01.utils.formatting import one_line
 
 NEEDS_GPU = "needs a GPU"
 """In place of figures, on a machine without one."""
@@ -60,23 +62,17 @@ class Report:
     def add(self, name: str, finding: Any) -> None:
         """Record a finding, a JSON value."""
         self.findings[name] = finding
-        partial = self._path.with_suffix(".new")
-        partial.write_text(json.dumps(self.findings))
-        os.replace(partial, self._path)
+        write_atomically(self._path, json.dumps(self.findings))
 
     def attempt(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
         """Record the result of ``function``, or its error; the part continues after an error."""
         try:
             finding = function(*arguments)
         except torch.OutOfMemoryError as error:
-            finding = {"failed": f"out of memory: {one_line(error)}"}
+            finding = {"failed": f"out of memory: {one_line(error, 500)}"}
         except Exception as error:
-            finding = {"failed": f"{type(error).__name__}: {one_line(error)}"}
+            finding = {"failed": f"{type(error).__name__}: {one_line(error, 500)}"}
         self.add(name, finding)
         gc.collect()
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def one_line(error: object) -> str:
-    return " ".join(str(error).split())[:500]

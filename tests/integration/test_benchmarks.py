@@ -84,7 +84,8 @@ def test_every_kind_of_step_and_every_buffer(tmp_path: Path) -> None:
 
 
 def test_both_kinds_of_saves(tmp_path: Path) -> None:
-    _, result = measured(tmp_path, "checkpoint.py", "--size", "tiny", "--rounds", "2", "--folder", str(tmp_path))
+    _, measurements = measured(tmp_path, "checkpoint.py", "--size", "tiny", "--rounds", "2", "--folder", str(tmp_path))
+    result = measurements["saves"]
     assert result["replicas"] == 2 and result["megabytes"] > 0 and result["parameters"] > 0
     for kind in ("waiting", "meanwhile"):
         assert result[kind]["stall"] > 0 and result[kind]["step_seconds"] > 0
