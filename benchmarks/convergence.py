@@ -12,30 +12,38 @@ continues when it is started again. README.md says what is trained and how to re
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import shlex
 import sys
 import warnings
+from collections import defaultdict
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import torch
 from convergence_run import SHAPES, Run, count_baselines, train, train_simulated
-from convergence_table import gaps, read_records
-from convergence_variants import Variant, variants
+from convergence_variants import Settings, variants
+from records import Records, read_records
 from replica_pool import ReplicaPool
 from reporting import ROOT, machine, revision
+from scipy import stats
 
 from megatron01.errors import UserError
+from megatron01.utils.formatting import markdown
+
+BASELINE = "adam"
+BEST_RATES = {"gpt2": 5.7e-3, "bert": 2.8e-3}
+"""Adam's best learning rates on the grid, by the mean of five seeds."""
 
 
 def main() -> None:
     arguments = parse_arguments()
     if arguments.baselines:
         for task in arguments.task:
-            run = describe(task, variants(1)["adam"], BEST_RATES[task], 0, arguments)
+            run = describe(task, BASELINE, {}, BEST_RATES[task], 0, arguments)
             print(task, count_baselines(run, str(arguments.data)))
         return
     if not arguments.table:
@@ -49,32 +57,33 @@ def run_all(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message="Converting a tensor with requires_grad")
     known = variants(arguments.steps)
-    done = {json.dumps(record["run"], sort_keys=True) for record in read_records(arguments.output)}
+    command = shlex.join(["python", "benchmarks/convergence.py", *sys.argv[1:]])
+    records = Records(arguments.output, {"revision": revision(), "machine": machine(), "command": command})
     for seed in arguments.seeds:
         for task in arguments.task:
             for name in arguments.variants:
                 for rate in arguments.rates or [BEST_RATES[task]]:
-                    run = describe(task, known[name], rate, seed, arguments)
-                    if json.dumps(run.description(), sort_keys=True) not in done:
-                        append(arguments.output, name, run, result_of(run, arguments))
+                    run = describe(task, *known[name], rate, seed, arguments)
+                    if records.find("run", run.description()) is None:
+                        result = result_of(run, arguments)
+                        records.add({"name": name, "run": run.description(), **result})
+                        loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
+                        what = f"{task}  {name}  lr {rate:.3g}  seed {seed}"
+                        print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)
 
 
-BEST_RATES = {"gpt2": 5.7e-3, "bert": 2.8e-3}
-"""Adam's best learning rates on the grid, by the mean of five seeds."""
-
-
-def describe(task: str, variant: Variant, rate: float, seed: int, arguments: argparse.Namespace) -> Run:
+def describe(
+    task: str, optimizer: str, overrides: Settings, rate: float, seed: int, arguments: argparse.Namespace
+) -> Run:
     return Run(
         task=task,
-        optimizer=variant.optimizer,
-        overrides=variant.overrides,
+        optimizer=optimizer,
+        overrides=overrides,
         learning_rate=rate,
         seed=seed,
         steps=arguments.steps,
         replicas=arguments.replicas,
         size=arguments.size,
-        nodes=variant.nodes,
-        replica=variant.replica,
     )
 
 
@@ -87,17 +96,90 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
         return found
 
 
-def append(path: Path, name: str, run: Run, result: dict[str, Any]) -> None:
-    """Append a run to the file, with what is needed to reproduce it."""
-    record = {"name": name, "run": run.description(), **result, "revision": revision(), "machine": machine()}
-    record["date"] = datetime.date.today().isoformat()
-    record["command"] = shlex.join(["python", "benchmarks/convergence.py", *sys.argv[1:]])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
-    loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
-    what = f"{run.task}  {name}  lr {run.learning_rate:.3g}  seed {run.seed}"
-    print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)
+@dataclass
+class Result:
+    """All runs of one optimizer with one set of settings: losses and bits per parameter by learning rate and seed."""
+
+    name: str
+    losses: defaultdict[float, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    bits: defaultdict[float, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def best_rate(self) -> float:
+        """The learning rate with the lowest mean loss, among those run with the most seeds."""
+        most = max(len(by_seed) for by_seed in self.losses.values())
+        return min((rate for rate, by_seed in self.losses.items() if len(by_seed) == most), key=self.mean_loss)
+
+    def mean_loss(self, rate: float) -> float:
+        return mean(self.losses[rate].values())
+
+
+def gaps(records: list[dict[str, Any]]) -> str:
+    """A table for each task and length of run: losses, and gaps to the baseline at its best rate, paired by seed.
+
+    ``gap`` is the mean over the seeds that both have, with the half width of its 95 % confidence interval (Student's t
+    over paired differences).
+    """
+    parts = []
+    for setup in dict.fromkeys(_setup(record) for record in records):
+        chosen = [record for record in records if _setup(record) == setup]
+        task, steps, replicas, size = setup
+        parameters, tokens = chosen[0]["parameters"] / 1e3, chosen[0]["tokens"] / 1e3
+        results = collect(chosen)
+        baseline = next((result for result in results if result.name == BASELINE), None)
+        best = None if baseline is None else baseline.losses[baseline.best_rate]
+        header = ["optimizer", "learning rate", "seeds", "held-out loss", "gap to Adam's best rate", "bits"]
+        rows = []
+        for result in results:
+            for rate, losses in sorted(result.losses.items()):
+                finite = [loss for loss in losses.values() if math.isfinite(loss)]
+                rows.append(
+                    [
+                        result.name,
+                        f"{rate:.2g}",
+                        str(len(losses)),
+                        f"{mean(finite):.4f}"
+                        if len(finite) == len(losses)
+                        else f"{len(losses) - len(finite)} diverged",
+                        "" if best is None or losses is best else _gap(losses, best),
+                        f"{mean(result.bits[rate]):.3g}" if result.name != BASELINE else "",
+                    ]
+                )
+        trained = f"{parameters:.0f} k parameters, {replicas} replicas, {steps} steps, {tokens:.0f} k tokens"
+        parts += [
+            f"## {task}, {size}: {trained}\n",
+            markdown([header, *rows]),
+        ]
+    made = [sorted({str(record.get(key)) for record in records}) for key in ("revision", "machine", "date")]
+    return "\n".join([*parts, f"Runs: {len(records)}. " + "; ".join(", ".join(names) for names in made) + ".\n"])
+
+
+def _gap(losses: dict[int, float], baseline: dict[int, float]) -> str:
+    differences = [losses[seed] - baseline[seed] for seed in losses if seed in baseline]
+    if not differences or not math.isfinite(sum(differences)):
+        return ""
+    if len(differences) == 1:
+        return f"{differences[0]:+.4f}"
+    half = stats.t.ppf(0.975, len(differences) - 1) * stdev(differences) / math.sqrt(len(differences))
+    return f"{mean(differences):+.4f} ± {half:.4f}"
+
+
+def _setup(record: dict[str, Any]) -> tuple[Any, ...]:
+    """The settings that results in one table have in common."""
+    return tuple(record["run"][key] for key in ("task", "steps", "replicas", "size"))
+
+
+def collect(records: list[dict[str, Any]]) -> list[Result]:
+    """One result per optimizer and settings: the baseline first, then in the order of the records."""
+    results: dict[str, Result] = {}
+    for record in records:
+        run = record["run"]
+        key = json.dumps([run["optimizer"], run["overrides"], run.get("nodes"), run.get("replica")], sort_keys=True)
+        result = results.setdefault(key, Result(record["name"]))
+        loss = record["held_out_loss"]
+        result.losses[run["learning_rate"]][run["seed"]] = math.inf if loss is None else loss
+        result.bits[run["learning_rate"]].append(record["bits_per_parameter"])
+    return sorted(results.values(), key=lambda result: result.name != BASELINE)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from convergence_run import SHAPES, Run, build_config
-from convergence_table import read_records
+from records import read_records
 from reporting import ROOT
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from scipy.optimize import least_squares

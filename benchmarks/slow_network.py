@@ -24,17 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from convergence_run import SHAPES, small_vocabulary
-from convergence_table import read_records
-from convergence_variants import GRID, ROOT_TWO_GRID
+from records import Records, read_records
 from replica_pool import ReplicaFailed
 from reporting import ROOT, machine, revision
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_hosts import bits_per_second
-from slow_network_lab import Lab, Records, find_profile
+from slow_network_lab import Lab, find_profile
 from slow_network_run import NO_HOSTS, Race
 from slow_network_table import OURS, expected_seconds, report, same_links
 from switched_hosts import why_not
 
+GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+"""First learning rates where a sweep goes by doublings."""
+ROOT_TWO_GRID = (5e-4, 7.1e-4, 1e-3, 1.4e-3, 2e-3, 2.8e-3, 4e-3, 5.7e-3, 8e-3, 1.1e-2)
 SEED = 0
 """With which learning rates are tuned, and steps timed."""
 ANY_RATE = 2e-3

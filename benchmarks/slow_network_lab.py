@@ -1,11 +1,8 @@
-"""The replicas on slow hosts, which serve all runs; their joint measurements; and the file of records."""
+"""The replicas on slow hosts, which serve all runs, and their joint measurements."""
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +10,6 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from convergence_table import read_records
 from replica_pool import ReplicaFailed, ReplicaPool
 from rivals.entries import ALONE, BASELINE
 from slow_network_hosts import CONGESTION_CONTROL, UNLIMITED, Hosts, bits_per_second, enter_host
@@ -136,27 +132,3 @@ def find_profile(lab: Lab, run: Race, share: float) -> tuple[str, float]:
         # the time of the exchange is proportional to 1 / cap
         cap *= max(step - alone, 0.1 * alone) / (alone * share / (1 - share))
     return best, best_share
-
-
-class Records:
-    """A file of JSON lines, one per measured run or profile."""
-
-    def __init__(self, path: Path, common: dict[str, Any]) -> None:
-        """``common``: fields of every line that this process writes."""
-        self._path = path
-        self._common = common
-        self.lines = read_records(path)
-
-    def find(self, key: str, value: Any) -> dict[str, Any] | None:
-        """The line whose ``key`` is ``value``."""
-        return next((line for line in self.lines if line.get(key) == value), None)
-
-    def add(self, line: dict[str, Any]) -> dict[str, Any]:
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        # the same as when it is read from the file
-        line = json.loads(json.dumps({**line, "date": date, "load": os.getloadavg()[0], **self._common}))
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        self.lines.append(line)
-        return line

@@ -67,7 +67,7 @@ def test_a_replica_that_fails_stops_the_others(benchmarks: Any) -> None:
 
 
 def test_gaps_are_paired_by_seed(benchmarks: Any) -> None:
-    table: ModuleType = benchmarks("convergence_table")
+    table: ModuleType = benchmarks("convergence")
 
     def records(name: str, losses: dict[tuple[float, int], float | None]) -> list[Any]:
         run = {"task": "gpt2", "optimizer": name, "overrides": {}, "steps": 10, "replicas": 4, "size": "yardstick"}
@@ -91,11 +91,11 @@ def test_gaps_are_paired_by_seed(benchmarks: Any) -> None:
 
 def test_every_variant_is_a_valid_recipe(benchmarks: Any) -> None:
     variants, run_module = benchmarks("convergence_variants"), benchmarks("convergence_run")
-    for variant in variants.variants(400).values():
-        settings = {"optimizer": variant.optimizer, "overrides": variant.overrides, "size": "small"}
+    for name, overrides in variants.variants(400).values():
+        settings = {"optimizer": name, "overrides": overrides, "size": "small"}
         run = run_module.Run(task="gpt2", learning_rate=1e-3, seed=0, **settings)
         optimizer = run_module.build_config(run, Path()).optimizer
-        assert all(getattr(optimizer, name) == value for name, value in variant.overrides.items())
+        assert all(getattr(optimizer, name) == value for name, value in overrides.items())
 
 
 @pytest.mark.slow

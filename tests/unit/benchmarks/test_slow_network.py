@@ -37,14 +37,14 @@ def test_a_file_of_something_else_is_refused_and_stays(load: Any, tmp_path: Path
     path = tmp_path / "notes"
     path.mkdir() if content is None else path.write_text(content)
     with pytest.raises(SystemExit, match="notes"):
-        load("convergence_table").read_records(path)
+        load("records").read_records(path)
     assert content is None or path.read_text() == content
 
 
 def test_the_unfinished_line_of_a_sweep_that_was_killed_is_cut_off(load: Any, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"run": 1}\n{"run": 2, "na')
-    assert load("convergence_table").read_records(path) == [{"run": 1}]
+    assert load("records").read_records(path) == [{"run": 1}]
     assert path.read_text() == '{"run": 1}\n'
 
 
@@ -382,7 +382,7 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
 def test_advice_is_of_the_steps_that_were_measured(load: Any, tmp_path: Path) -> None:
     """``plan_check.py`` predicts whole runs with the settings, DDP's buckets included, of the timed steps."""
     check = load("plan_check")
-    records = load("convergence_table").read_records(ROOT / "benchmarks" / "results" / "slow_network.jsonl")
+    records = load("records").read_records(ROOT / "benchmarks" / "results" / "slow_network.jsonl")
     lines = [line for line in records if line.get("run", {}).get("size") == "yardstick"]
     (setting,) = load("slow_network_table").settings(lines, [0.05])
     model = check.Predictions(setting, tmp_path)
