@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from convergence_run import SHAPES, Run, build_config
+from hosts import bits_per_second
 from records import read_records
 from reporting import ROOT
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from scipy.optimize import least_squares
-from slow_network_hosts import bits_per_second
-from slow_network_run import NO_HOSTS
+from slow_network_lab import NO_HOSTS
 from slow_network_table import Setting, settings
 
 from megatron01.config import OptimizerConfig

@@ -24,15 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from convergence_run import SHAPES, small_vocabulary
+from hosts import bits_per_second, why_not
 from records import Records, read_records
 from replica_pool import ReplicaFailed
 from reporting import ROOT, machine, revision
 from rivals.entries import ALONE, BASELINE, ENTRIES
-from slow_network_hosts import bits_per_second
-from slow_network_lab import Lab, find_profile
-from slow_network_run import NO_HOSTS, Race
+from slow_network_lab import NO_HOSTS, Lab, Race, find_profile
 from slow_network_table import OURS, expected_seconds, report, same_links
-from switched_hosts import why_not
 
 GRID = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 """First learning rates where a sweep goes by doublings."""

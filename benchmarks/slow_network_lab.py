@@ -1,8 +1,12 @@
-"""The replicas on slow hosts, which serve all runs, and their joint measurements."""
+"""Runs on slow hosts: what a replica does in one, and the replicas that serve all of them."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
+import math
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -10,11 +14,24 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import convergence_run
+import torch
+import torch.distributed as dist
+from hosts import CONGESTION_CONTROL, UNLIMITED, Sent, SlowHosts, bits_per_second, enter_host
 from replica_pool import ReplicaFailed, ReplicaPool
-from rivals.entries import ALONE, BASELINE
-from slow_network_hosts import CONGESTION_CONTROL, UNLIMITED, Hosts, bits_per_second, enter_host
-from slow_network_run import Race, advise, race, transfer
+from rivals.contestant import Setup
+from rivals.entries import ALONE, BASELINE, entry
+from workload import sum_of_losses
 
+from megatron01.config import DistributedConfig
+from megatron01.optim import TrainingDiverged
+from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
+from megatron01.training import autotune
+from megatron01.training.step import LossModule
+
+NO_HOSTS = "none"
+TRANSFER_SECONDS = 1.0
+UNLIMITED_TRANSFER_BYTES = 256 << 20
 TOLERANCE = 0.1
 """How far a link may be from its cap."""
 _ATTEMPTS = 3
@@ -22,6 +39,170 @@ _WARM_UP_STEPS = 12
 _PROFILE_STEPS = 12
 _PROFILE_ATTEMPTS = 6
 _PROFILE_TOLERANCE = 0.01
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Race:
+    """Settings that determine the result of a run; also its key in the file of records."""
+
+    task: str  # gpt2 or bert
+    contestant: str  # a name of ``rivals.entries``
+    learning_rate: float  # the peak
+    seed: int  # of the initial weights and the order of the text
+    steps: int  # micro-batches of each replica
+    replicas: int  # number of hosts
+    size: str  # name of the model size
+    rate: str  # bandwidth cap of ``hosts.bits_per_second``; ``NO_HOSTS``: processes without hosts
+    evaluations: int  # on held-out text, evenly spaced, the last one at the end; 0 to measure times only
+
+
+class Clock:
+    """Seconds and traffic of this host, summed over all intervals between ``start`` and ``stop``.
+
+    Both begin with a barrier of all hosts.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.sent = Sent()
+
+    def start(self) -> None:
+        dist.barrier()
+        self._sent_before = Sent.so_far()
+        self._since = time.perf_counter()
+
+    def stop(self) -> None:
+        dist.barrier()
+        self.seconds += time.perf_counter() - self._since
+        self.sent += Sent.so_far() - self._sent_before
+
+
+def race(run: Race, data: str) -> dict[str, Any]:
+    """Train as one of the replicas of torch.distributed's default group; the clock is stopped during evaluations.
+
+    Returns:
+        curve: [step, seconds, held-out loss, steps so far by kind] at each evaluation. The loss is None where it is not
+            finite; the curve ends early if training stopped because of gradients that were not.
+        seconds, formula_bytes, frame_bytes, payload_bytes, resent: of the whole run and this replica.
+        kinds: number of steps of each kind, and their mean seconds on this replica, without the run's first step.
+        parameters: of the model.
+    """
+    workload = workload_of(run)
+    config = convergence_run.build_config(workload, Path(data))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    held_out = convergence_run.held_out_batches(config, size, rank) if run.evaluations else []
+    batches = convergence_run.training_batches(workload, config, rank, size)
+    model = convergence_run.build_model(config)
+    loss_module = LossModule(model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    setup = Setup(model=model, loss_module=loss_module, config=config, steps=run.steps)
+    contestant = entry(run.contestant).build(setup)
+    marks = {round(run.steps * i / run.evaluations) for i in range(1, run.evaluations + 1)}
+
+    clock = Clock()
+    kinds: Counter[str] = Counter()
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    formula_bytes = 0.0
+    curve: list[tuple[int, float, float | None, dict[str, int]]] = []
+    clock.start()
+    try:
+        for step, batch in enumerate(batches, start=1):
+            start = time.perf_counter()
+            exchanged = contestant.step(batch)
+            if step > 1:
+                seconds[exchanged.kind].append(time.perf_counter() - start)
+            kinds[exchanged.kind] += 1
+            formula_bytes += exchanged.bytes
+            if step in marks:
+                clock.stop()
+                with contestant.replicated_weights():
+                    loss = convergence_run.mean_loss(loss_module, held_out, of_all=True)
+                curve.append((step, clock.seconds, loss, dict(kinds)))
+                clock.start()
+    except TrainingDiverged:
+        pass
+    clock.stop()
+    del contestant, loss_module, model, setup
+    gc.collect()  # as in convergence_run
+    return {
+        "curve": curve,
+        "seconds": clock.seconds,
+        "formula_bytes": formula_bytes,
+        "frame_bytes": clock.sent.bytes,
+        "payload_bytes": clock.sent.payload,
+        "resent": clock.sent.resent,
+        "kinds": {name: [kinds[name], mean(values)] for name, values in seconds.items()},
+        "parameters": parameters,
+    }
+
+
+def advise(run: Race, data: str) -> dict[str, Any]:
+    """What ``--auto`` has ``chosen`` (settings by name) for the model and length of ``run``, and its ``reason``.
+
+    Called on each replica of torch.distributed's default group. Gradients are sent in bf16 whatever is chosen.
+    """
+    workload = workload_of(run)
+    config = convergence_run.build_config(workload, Path(data))
+    config = dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, precision="bf16"),
+        optimizer=dataclasses.replace(config.optimizer, gradient_wire_dtype="bf16"),
+        distributed=DistributedConfig(threads_per_replica=1),
+    )
+    batch, *_ = convergence_run.training_batches(
+        dataclasses.replace(workload, steps=1), config, dist.get_rank(), dist.get_world_size()
+    )
+    model = convergence_run.build_model(config)
+    loss_module = LossModule(model)
+    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each replica is on its own host
+    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with initialize(LaunchEnvironment.read({**alone, **place}), config.distributed) as group:
+        settings, reason = autotune.choose(
+            config,
+            model,
+            lambda: sum_of_losses(loss_module(*batch)),
+            group=group,
+            tp_ranks=find_tensor_parallel_ranks(group, config.distributed),
+            data_parallel_group=group.process_group,
+            micro_batches=1,
+        )
+    return {"chosen": {name: getattr(settings, name) for name in autotune.CHOSEN}, "reason": reason}
+
+
+def transfer(rate: str) -> float:
+    """Bits of frames per second that this host sends to the next while it receives from the previous one."""
+    bits = bits_per_second(rate)
+    payload = UNLIMITED_TRANSFER_BYTES if bits is None else math.ceil(bits / 8 * TRANSFER_SECONDS)
+    _pass_on(1 << 14)  # connections are opened on first use
+    clock = Clock()
+    clock.start()
+    _pass_on(payload)
+    clock.stop()
+    return 8 * clock.sent.bytes / clock.seconds
+
+
+def _pass_on(payload: int) -> None:
+    """Send ``payload`` bytes to the next replica and receive as many from the previous one."""
+    rank, replicas = dist.get_rank(), dist.get_world_size()
+    receiving = dist.irecv(torch.empty(payload, dtype=torch.uint8), (rank - 1) % replicas)
+    dist.send(torch.zeros(payload, dtype=torch.uint8), (rank + 1) % replicas)
+    assert receiving is not None
+    receiving.wait()
+
+
+def workload_of(run: Race) -> convergence_run.Run:
+    """The corresponding run of ``convergence.py``."""
+    chosen = entry(run.contestant)
+    return convergence_run.Run(
+        task=run.task,
+        optimizer=chosen.optimizer,
+        overrides=chosen.overrides(run.steps),
+        learning_rate=run.learning_rate,
+        seed=run.seed,
+        steps=run.steps,
+        replicas=run.replicas,
+        size=run.size,
+    )
 
 
 class Lab:
@@ -36,7 +217,7 @@ class Lab:
         self._data = str(data)
         self._warm_up = [dataclasses.replace(run, steps=_WARM_UP_STEPS, evaluations=0) for run in warm_up]
         self._stack = ExitStack()
-        self._hosts = self._stack.enter_context(Hosts(replicas)) if hosts else None
+        self._hosts = self._stack.enter_context(SlowHosts(replicas)) if hosts else None
         self._pool = ReplicaPool(0)
 
     def __enter__(self) -> Lab:
@@ -52,7 +233,7 @@ class Lab:
         self._stack.close()
 
     def measure(self, run: Race) -> dict[str, Any]:
-        """Do a run (``slow_network_run.race``): bytes are means over replicas, the other results replica 0's.
+        """Do a run (``race``): bytes are means over replicas, the other results replica 0's.
 
         Adds ``link_bits``: bits of frames per second that a host could send just before. Raises ReplicaFailed if it
         failed; the replicas have been restarted.
@@ -63,7 +244,7 @@ class Lab:
         return {**link, **results[0], **means, "resent": sum(result["resent"] for result in results)}
 
     def advise(self, run: Race) -> dict[str, Any]:
-        """What ``--auto`` chooses for this model, length and rate (``slow_network_run.advise``); raises as above."""
+        """What ``--auto`` chooses for this model, length and rate (``advise``); raises as above."""
         link, results = self._run(advise, run)
         assert all(result["chosen"] == results[0]["chosen"] for result in results)
         return {**link, **results[0]}

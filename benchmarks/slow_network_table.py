@@ -9,10 +9,9 @@ from itertools import product
 from statistics import mean, median
 from typing import Any
 
+from hosts import CONGESTION_CONTROL, bits_per_second
 from rivals.entries import ALONE, BASELINE, ENTRIES
-from slow_network_hosts import CONGESTION_CONTROL, bits_per_second
-from slow_network_lab import TOLERANCE
-from slow_network_run import NO_HOSTS, Race
+from slow_network_lab import NO_HOSTS, TOLERANCE, Race
 
 from megatron01.utils.formatting import markdown
 

@@ -33,10 +33,10 @@ def measure(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
     rivals: dict[str, Callable[[int], Rival]] = {"adam": FP32Adam}
     result: dict[str, Any] = {"elements": elements, "replicas": REPLICAS, "rivals": {}}
     if deepspeed:
-        import deepspeed_rival
+        from rivals.deepspeed import DeepSpeedZeroOneAdam, version
 
-        rivals["deepspeed"] = deepspeed_rival.DeepSpeedZeroOneAdam
-        result["deepspeed_version"] = deepspeed_rival.version()
+        rivals["deepspeed"] = DeepSpeedZeroOneAdam
+        result["deepspeed_version"] = version()
     exchanges: list[dict[str, float]] = []
     for build_rival in rivals.values():
         replicas = run_replicas(_measure, REPLICAS, elements, rounds, build_rival)

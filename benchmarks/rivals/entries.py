@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+from workload import sum_of_losses
+
 from megatron01.config.registry import optimizers
-from rivals.contestant import Contestant, Setup
+from megatron01.optim import build_optimizer, build_schedule
+from rivals.contestant import Contestant, Exchanged, Setup
 from rivals.data_parallel import BF16Hook, DataParallel, FP32Hook, PowerSGDHook
-from rivals.diloco import DiLoCo, OuterStep
-from rivals.library import Library
-from rivals.sparse_loco import SparseOuterStep
+from rivals.diloco import DiLoCo, OuterStep, SparseOuterStep
 
 BASELINE = "ddp_bf16"
 ALONE = "alone"
@@ -22,6 +25,27 @@ FROZEN_SHARE = 0.15
 """1-bit Adam's full-precision steps in its authors' BERT pretraining (23,000 of 152,000), as a share of the run."""
 _BERT_STEPS = 118_000
 """Of phase 1 in 0/1 Adam's authors' BERT pretraining."""
+
+
+class Library:
+    """Contestant that trains with the optimizer of this library that the settings name."""
+
+    def __init__(self, setup: Setup) -> None:
+        schedule = build_schedule(setup.config.optimizer, setup.steps)
+        self._optimizer = build_optimizer(setup.model, setup.config, schedule, dist.group.WORLD)
+        self._module = self._optimizer.attach(setup.loss_module)
+
+    def step(self, batch: tuple[Any, ...]) -> Exchanged:
+        self._optimizer.zero_grad()
+        sum_of_losses(self._module(*batch)).backward()
+        self._optimizer.step()
+        report = self._optimizer.last_step
+        assert report is not None
+        kind = "full+one_bit" if report.kind == "full" and report.rounds > 1 else report.kind
+        return Exchanged(kind, report.bytes_sent)
+
+    def replicated_weights(self) -> AbstractContextManager[None]:
+        return self._optimizer.replicated_weights()
 
 
 @dataclass(frozen=True)
@@ -78,7 +102,7 @@ def _diloco(title: str, interval: int, outer: type[OuterStep], **settings: float
 
 def _deepspeed(title: str, name: str, settings: Callable[[int], dict[str, Any]], *, flat: bool = False) -> Entry:
     def build(setup: Setup) -> Contestant:
-        from rivals.deepspeed_engine import DeepSpeed
+        from rivals.deepspeed import DeepSpeed
 
         return DeepSpeed(setup, name, settings(setup.steps), flat=flat)
 

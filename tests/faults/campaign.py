@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.switched_hosts import remove_left_overs, why_not
+from benchmarks.hosts import remove_left_overs, why_not
 from tests.faults import frameworks
 from tests.faults.attempts import HANG_SECONDS, Attempt, lose_launcher, rest_of, run_attempt
 from tests.faults.hosts import PREFIX, Hosts, know_names

@@ -6,7 +6,7 @@ import socket
 import subprocess
 from pathlib import Path
 
-from benchmarks.switched_hosts import INTERFACE, SwitchedHosts, address_of
+from benchmarks.hosts import INTERFACE, SwitchedHosts, address_of
 
 PREFIX = "faults"
 _NETWORK = "10.88.0"

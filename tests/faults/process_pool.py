@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from benchmarks.switched_hosts import enter
+from benchmarks.hosts import enter
 
 _CLONE_NEWUTS = 0x04000000
 

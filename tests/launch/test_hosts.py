@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.switched_hosts import why_not
+from benchmarks.hosts import why_not
 from megatron01.checkpoint.manifest import read_tracker
 from megatron01.config.yaml_files import dump_yaml
 from tests.faults.hosts import HOSTS_FILE, NAMES, Hosts

@@ -287,7 +287,7 @@ def test_the_yardstick_is_tuned_by_roots_of_two(load: Any) -> None:
 
 
 def test_sparse_loco_sends_the_largest_of_each_chunk_and_keeps_the_rest(load: Any) -> None:
-    sparse = load("rivals.sparse_loco")
+    sparse = load("rivals.diloco")
     values = torch.randn(3, sparse.CHUNK, generator=torch.Generator().manual_seed(0))
     packet = sparse.pack(values)
     assert packet.dtype == torch.uint8
@@ -304,29 +304,29 @@ def test_sparse_loco_sends_the_largest_of_each_chunk_and_keeps_the_rest(load: An
 
 
 def test_the_cap_of_a_profile_is_found(load: Any) -> None:
-    lab_module, run_module = load("slow_network_lab"), load("slow_network_run")
+    lab = load("slow_network_lab")
 
     class Link:
         """A step takes 0.1 s and 10 Mbit, 60 % of which overlap with the computation."""
 
         def measure(self, run: Any) -> dict[str, Any]:
-            bits = load("slow_network_hosts").bits_per_second(run.rate)
+            bits = load("hosts").bits_per_second(run.rate)
             exchange = 0.0 if bits is None or run.contestant == "alone" else max(0.0, 1e7 / bits - 0.06)
             return {"kinds": {"full": [11, 0.1 + exchange]}, "frame_bytes": 1e7 / 8 * run.steps}
 
-    run = run_module.Race(
+    run = lab.Race(
         task="gpt2", contestant="ddp_bf16", learning_rate=1e-3, seed=0, steps=40, replicas=4, size="tiny", rate="none",
         evaluations=0,
     )  # fmt: skip
-    rate, share = lab_module.find_profile(Link(), run, 0.75)
+    rate, share = lab.find_profile(Link(), run, 0.75)
     assert share == pytest.approx(0.75, abs=0.01)
-    assert load("slow_network_hosts").bits_per_second(rate) == pytest.approx(1e7 / 0.36, rel=0.05)
+    assert load("hosts").bits_per_second(rate) == pytest.approx(1e7 / 0.36, rel=0.05)
 
 
 def test_rates_and_what_cannot_run(
     load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, hosts = load("slow_network"), load("slow_network_hosts")
+    module, hosts = load("slow_network"), load("hosts")
     assert hosts.bits_per_second("1.5gbit") == 1.5e9 and hosts.bits_per_second("unlimited") is None
     for wrong in ("fast", "0mbit", "-1mbit", "1.2.3gbit", "10"):
         with pytest.raises(ValueError, match=r"no rate; expected one such as 50mbit"):
@@ -335,7 +335,7 @@ def test_rates_and_what_cannot_run(
             module.parse_arguments(["--whole", wrong] if wrong[0] != "-" else [f"--whole={wrong}"])
     assert "'fast' is no rate" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert load("switched_hosts").why_not() == "this user is not root"
+    assert load("hosts").why_not() == "this user is not root"
     missing = dataclasses.replace(module.ENTRIES["zero_one_adam"], needs="no_such_package")
     monkeypatch.setitem(module.ENTRIES, "zero_one_adam", missing)
     assert module.available(["zero_one_adam", "bin_sgdm"]) == ["ddp_bf16", "bin_sgdm"]
@@ -344,7 +344,7 @@ def test_rates_and_what_cannot_run(
 
 @pytest.fixture
 def leaves_no_hosts(load: Any) -> Iterator[None]:
-    if (missing := load("switched_hosts").why_not()) is not None:
+    if (missing := load("hosts").why_not()) is not None:
         pytest.skip(missing)
     yield
 
