@@ -19,7 +19,7 @@ import torch.distributed as dist
 from replica_pool import run_replicas
 from reporting import report
 from timing import seconds_of
-from workload import BATCH, Workload, sum_of_losses
+from workload import BATCH, Workload, train_step
 
 from megatron01.checkpoint.manifest import CheckpointMetadata
 from megatron01.checkpoint.save import CheckpointWriter, RunState
@@ -133,9 +133,7 @@ class _Replica:
         }
 
     def _step(self) -> None:
-        self._optimizer.zero_grad()
-        sum_of_losses(self._model.loss(*self._batch)).backward()
-        self._optimizer.step()
+        train_step(self._optimizer, self._model.loss, self._batch)
 
     def _state(self) -> RunState:
         return RunState(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from reporting import ROOT
 from simulated_replicas import run_simulated
 from torch import nn
-from workload import sum_of_losses
+from workload import new_optimizer, sum_of_losses
 
 from megatron01.comm import Topology
 from megatron01.comm.transport import Replica, TorchTransport
@@ -34,7 +34,7 @@ from megatron01.data import (
     build_tokenizer,
 )
 from megatron01.models import GPT2, Bert
-from megatron01.optim import TrainingDiverged, build_optimizer, build_schedule
+from megatron01.optim import TrainingDiverged
 from megatron01.training.step import LossModule
 
 EVALUATIONS = 8
@@ -185,9 +185,8 @@ def train_replica(topology: Topology, run: Run, data: str) -> dict[str, Any]:
     micro_batches = run.replicas // size
     batches = training_batches(run, config, rank, size)
     model = build_model(config)
-    schedule = build_schedule(config.optimizer, run.steps)
     replicas = topology if run.optimizer != "adam" else dist.group.WORLD if size > 1 else None
-    optimizer = build_optimizer(model, config, schedule, replicas)
+    optimizer = new_optimizer(model, config, replicas)
     loss_module = LossModule(model)
     module = optimizer.attach(loss_module)
 

@@ -10,13 +10,11 @@ import dataclasses
 import gc
 import json
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from replica_pool import run_replicas
 from reporting import reset_peak, resident
-from workload import Workload, sum_of_losses
+from workload import Workload, new_optimizer, random_batch, train_step
 
 from megatron01.config import PretrainConfig, Recomputation
 from megatron01.convert.portable import new_model
@@ -28,7 +26,6 @@ from megatron01.cost.memory import (
     parameter_sizes,
     pass_bytes,
 )
-from megatron01.optim import build_optimizer, build_schedule
 from megatron01.training.memory_check import give_back_freed_blocks
 from megatron01.training.step import LossModule
 
@@ -102,31 +99,10 @@ def _train(case: Case, *, small: bool = False) -> None:
         shape = dataclasses.replace(config.model, hidden_size=64, num_attention_heads=2)
         config, vocab_size = dataclasses.replace(config, model=shape), 500
     model = new_model(config.model, vocab_size, binary_head=True)
-    schedule = build_schedule(config.optimizer, config.training.train_iters)
-    optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
+    optimizer = new_optimizer(model, config, dist.group.WORLD)
     module = optimizer.attach(LossModule(model))
     for _ in range(config.training.train_iters):
-        optimizer.zero_grad()
-        sum_of_losses(module(*_batch(case, vocab_size))).backward()
-        optimizer.step()
-
-
-def _batch(case: Case, vocab_size: int) -> tuple[Any, ...]:
-    shape = (case.micro_batch_size, case.seq_length)
-    tokens = torch.randint(vocab_size, shape)
-    if case.model == "gpt2":
-        return tokens, tokens, torch.ones(shape)
-    masked = torch.rand(shape) < 0.15
-    return (
-        {
-            "text": tokens,
-            "types": torch.zeros_like(tokens),
-            "padding_mask": torch.ones_like(tokens),
-            "labels": torch.where(masked, tokens, -1),
-            "loss_mask": masked.long(),
-            "is_random": torch.randint(2, shape[:1]),
-        },
-    )
+        train_step(optimizer, module, random_batch(case.model, vocab_size, (case.micro_batch_size, case.seq_length)))
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Workloads of the benchmarks: models of the recipes in configs/, random batches, and steps of every kind."""
+"""Workloads of the benchmarks: models of the recipes in configs/, their optimizers, random batches, and steps."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ from megatron01.config.fields import Settings
 from megatron01.config.yaml_files import load_yaml
 from megatron01.convert.portable import new_model
 from megatron01.models import GPT2, Bert
+from megatron01.optim import PretrainOptimizer, build_optimizer, build_schedule
 from megatron01.utils.precision import DTYPES
 
 KINDS = ("full", "one_bit", "local")
+TITLES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
+"""Of kinds of steps in tables."""
 RECIPES = {
     "gpt2": {
         "tiny": ("gpt2/debug.yaml",),
@@ -128,29 +132,49 @@ class Workload:
 
     def batch(self) -> tuple[Any, ...]:
         """A random batch for the model's ``loss``, from torch's global random number generator."""
-        sequences, length = shape = self.shape
-        tokens = torch.randint(self.vocab_size, shape)
-        if self.model == "gpt2":
-            return tokens, tokens.roll(-1, 1), torch.ones(shape)
-        masked = torch.zeros(length, dtype=torch.bool).scatter_(0, torch.randperm(length)[: length * 15 // 100], True)
-        masked = masked.expand(shape)
-        return (
-            {
-                "text": tokens,
-                "types": (torch.arange(length) >= length // 2).long().expand(shape),
-                "padding_mask": torch.ones(shape, dtype=torch.int64),
-                "labels": torch.where(masked, tokens, -1),
-                "loss_mask": masked.long(),
-                "masked_positions": masked.flatten().nonzero()[:, 0],  # as from the data loader
-                "is_random": torch.randint(2, (sequences,)),
-            },
-        )
+        return random_batch(self.model, self.vocab_size, self.shape)
 
     def set_random_gradients(self, model: torch.nn.Module, norm: float) -> None:
         """Set normally distributed gradients of about this norm, parameter by parameter, like a backward pass."""
         deviation = norm / sum(p.numel() for p in model.parameters()) ** 0.5
         for parameter in model.parameters():
             parameter.backward(torch.randn_like(parameter).mul_(deviation))
+
+
+def random_batch(model: str, vocab_size: int, shape: tuple[int, int]) -> tuple[Any, ...]:
+    """Random tokens for the ``loss`` of a model, gpt2 or bert; ``shape``: sequences, and tokens per sequence."""
+    sequences, length = shape
+    tokens = torch.randint(vocab_size, shape)
+    if model == "gpt2":
+        return tokens, tokens.roll(-1, 1), torch.ones(shape)
+    masked = torch.zeros(length, dtype=torch.bool).scatter_(0, torch.randperm(length)[: length * 15 // 100], True)
+    masked = masked.expand(shape)
+    return (
+        {
+            "text": tokens,
+            "types": (torch.arange(length) >= length // 2).long().expand(shape),
+            "padding_mask": torch.ones(shape, dtype=torch.int64),
+            "labels": torch.where(masked, tokens, -1),
+            "loss_mask": masked.long(),
+            "masked_positions": masked.flatten().nonzero()[:, 0],  # as from the data loader
+            "is_random": torch.randint(2, (sequences,)),
+        },
+    )
+
+
+def new_optimizer(model: torch.nn.Module, config: PretrainConfig, replicas: Any) -> PretrainOptimizer:
+    """The optimizer of a run with these settings; ``replicas`` is a process group, a topology or None."""
+    schedule = build_schedule(config.optimizer, config.training.train_iters)
+    return build_optimizer(model, config, schedule, replicas)
+
+
+def train_step(optimizer: PretrainOptimizer, module: Callable[..., Any], batch: tuple[Any, ...]) -> torch.Tensor:
+    """A step on one batch; returns its loss. ``module`` is what the optimizer's ``attach`` returned."""
+    optimizer.zero_grad()
+    loss = sum_of_losses(module(*batch))
+    loss.backward()
+    optimizer.step()
+    return loss
 
 
 def sum_of_losses(losses: Any) -> torch.Tensor:

@@ -131,7 +131,7 @@ def _attention(dropout: float) -> dict[str, str]:
 
 def _ceilings(report: Report) -> dict[str, Any]:
     """Measured memory bandwidth (of a copy) and FLOP/s (of a matrix product of random numbers)."""
-    copy = _copy_rate(report)
+    copy = copy_rate(report)
     size = 256 if report.tiny else 8192
     left, right = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     seconds, _ = device_seconds(lambda: left @ right, DEVICE, report.sizes.repetitions)
@@ -143,7 +143,8 @@ def _ceilings(report: Report) -> dict[str, Any]:
     }
 
 
-def _copy_rate(report: Report) -> float:
+def copy_rate(report: Report) -> float:
+    """Bytes a second that a copy reads and writes."""
     source = torch.randn(report.sizes.rate_elements, device=DEVICE)
     target = torch.empty_like(source)
     seconds, _ = device_seconds(lambda: target.copy_(source), DEVICE, report.sizes.repetitions)
@@ -343,7 +344,7 @@ def _passes_against_specification(elements: int) -> dict[str, Any]:
 
 def rates(report: Report) -> None:
     """GB/s of each kernel beside a copy, counting the bytes that must be read and written."""
-    copy = _copy_rate(report)
+    copy = copy_rate(report)
     report.add("copy", {"bytes_per_second": copy})
 
     def rate(function: Callable[[], Any], moved: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from replica_pool import run_replicas
 from timing import device_seconds
-from workload import Workload, sum_of_losses
+from workload import Workload, new_optimizer, train_step
 
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from benchmarks.gpu.training import on_device
@@ -25,7 +25,6 @@ from benchmarks.reporting import ROOT, torchrun
 from megatron01.comm import TorchTransport
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
-from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.training.step import LossModule
 from tests.integration.tiny import make_corpus, stored_state
@@ -90,18 +89,12 @@ def _take_steps(size: str, local: int) -> dict[str, Any]:
         topology = build_topology(group, settings)
         with torch.device(group.device):
             model = workload.build_model()
-        config = workload.config()
-        schedule = build_schedule(config.optimizer, workload.total_steps)
-        optimizer: Any = build_optimizer(model, config, schedule, topology)
+        optimizer: Any = new_optimizer(model, workload.config(), topology)
         module = optimizer.attach(LossModule(model))
         kinds, losses = [], []
         start = time.perf_counter()
         for _ in workload.kinds():
-            optimizer.zero_grad()
-            loss = sum_of_losses(module(*on_device(workload.batch())))
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(train_step(optimizer, module, on_device(workload.batch()))))
             kinds.append(optimizer.last_step.kind)
         return {
             "device": group.device.type,

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from counting import counted
 from memory_plan import planned
-from phases import OPTIMIZER_PHASES, PHASES, take_step
 from simulated_replicas import loop_topology
-from timing import device_seconds, stopwatch_of, time_flat_optimizer
+from step_phases import OPTIMIZER_PHASES, PHASES, take_step
+from timing import stopwatch_of, time_flat_optimizer
 from torch import nn
-from workload import KINDS, Workload, sum_of_losses
+from workload import KINDS, Workload, new_optimizer, train_step
 
+from benchmarks.gpu.kernels import copy_rate
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from megatron01.comm import Topology
 from megatron01.config import PretrainConfig
@@ -27,7 +28,6 @@ from megatron01.cost.cluster import Cluster, peak_of
 from megatron01.cost.run_time import StepModel, Work
 from megatron01.models.base import padded_vocab_size
 from megatron01.models.layers import compile_layers
-from megatron01.optim import build_optimizer, build_schedule
 from megatron01.training.step import LossModule
 
 _RANKS = 8  # virtual ranks of the profiled step
@@ -48,17 +48,14 @@ class Training:
         module = LossModule(self.model)
         if compiled:
             compile_layers(self.model)  # as in training
-        schedule = build_schedule(self.config.optimizer, workload.total_steps)
-        self.optimizer: Any = build_optimizer(self.model, self.config, schedule, topology)
+        self.optimizer: Any = new_optimizer(self.model, self.config, topology)
         self.module = self.optimizer.attach(module)
 
     def batch(self) -> tuple[Any, ...]:
         return on_device(self.workload.batch())
 
     def step(self, batch: tuple[Any, ...]) -> None:
-        self.optimizer.zero_grad()
-        sum_of_losses(self.module(*batch)).backward()
-        self.optimizer.step()
+        train_step(self.optimizer, self.module, batch)
 
 
 def on_device(batch: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -87,7 +84,7 @@ def step(report: Report) -> None:
             record = take_step(training.optimizer, training.module, batch, stopwatch)
             if is_measured:
                 records.append(record)
-    copy = _copy_rate()
+    copy = copy_rate(report)
     for kind in KINDS:
         of_kind = [record for record in records if record["kind"] == kind]
         seconds = {phase: median(record["seconds"].get(phase, 0.0) for record in of_kind) for phase in PHASES}
@@ -125,13 +122,6 @@ def _planned_step(training: Training, kind: str, passes: float, memory_rate: flo
     )
     found = model.step(kind, every_step=False)
     return {"compute": found.compute, "arithmetic": found.arithmetic, "exposed": found.exposed}
-
-
-def _copy_rate() -> float:
-    source = torch.zeros(1 << 28 if DEVICE.type == "cuda" else 1 << 20, device=DEVICE)
-    target = torch.empty_like(source)
-    seconds, _ = device_seconds(lambda: target.copy_(source), DEVICE, 5)
-    return 2 * source.nbytes / seconds
 
 
 def _counts(training: Training, batch: tuple[Any, ...]) -> dict[str, Any]:
@@ -204,9 +194,7 @@ def _exchange(report: Report, nodes: int, processes: int) -> dict[str, Any]:
     with torch.device(DEVICE):
         model = workload.build_model()
     workload.set_random_gradients(model, 1.0)
-    config = workload.config(watch_interval=0)
-    schedule = build_schedule(config.optimizer, workload.total_steps)
-    optimizer: Any = build_optimizer(model, config, schedule, loop_topology(nodes, processes))
+    optimizer: Any = new_optimizer(model, workload.config(watch_interval=0), loop_topology(nodes, processes))
     stopwatch = stopwatch_of(DEVICE)
     found: dict[str, Any] = {kind: {"seconds": [], "host_seconds": []} for kind in KINDS}
     kinds = workload.kinds()

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from workload import sum_of_losses
+from workload import new_optimizer, sum_of_losses
 
-from megatron01.optim import build_optimizer, build_schedule
 from rivals.contestant import Exchanged, Setup, ring_bytes
 
 BUCKET_MB = 0.25
@@ -96,10 +95,8 @@ class DataParallel:
     """
 
     def __init__(self, setup: Setup, hook: BucketHook | None, accumulate: int = 1) -> None:
-        updates = math.ceil(setup.steps / accumulate)
-        config = setup.with_updates(updates).config
-        schedule = build_schedule(config.optimizer, updates)
-        self._optimizer = build_optimizer(setup.model, config, schedule, dist.group.WORLD)
+        config = setup.with_updates(math.ceil(setup.steps / accumulate)).config
+        self._optimizer = new_optimizer(setup.model, config, dist.group.WORLD)
         bucket_mb = BUCKET_MB if hook is None else hook.bucket_mb
         self._module = DistributedDataParallel(setup.loss_module, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
         if hook is not None:

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
-from workload import sum_of_losses
+from workload import new_optimizer, train_step
 
-from megatron01.optim import build_optimizer, build_schedule
 from rivals.contestant import Exchanged, Setup, ring_bytes
 
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
@@ -108,17 +107,14 @@ class DiLoCo:
     """AdamW on each replica, with an outer step every ``interval`` steps and after the last."""
 
     def __init__(self, setup: Setup, interval: int, outer: OuterStep) -> None:
-        schedule = build_schedule(setup.config.optimizer, setup.steps)
-        self._inner = build_optimizer(setup.model, setup.config, schedule, dist.group.WORLD)
+        self._inner = new_optimizer(setup.model, setup.config, dist.group.WORLD)
         self._outer = outer
         self._module = setup.loss_module
         self._interval = interval
         self._steps = setup.steps
 
     def step(self, batch: tuple[Any, ...]) -> Exchanged:
-        self._inner.zero_grad()
-        sum_of_losses(self._module(*batch)).backward()
-        self._inner.step()
+        train_step(self._inner, self._module, batch)
         if self._inner.step_count % self._interval == 0 or self._inner.step_count == self._steps:
             return Exchanged("outer", self._outer.take())
         return Exchanged("local", 0.0)

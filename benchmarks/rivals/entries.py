@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
-from workload import sum_of_losses
+from workload import new_optimizer, train_step
 
 from megatron01.config.registry import optimizers
-from megatron01.optim import build_optimizer, build_schedule
 from rivals.contestant import Contestant, Exchanged, Setup
 from rivals.data_parallel import BF16Hook, DataParallel, FP32Hook, PowerSGDHook
 from rivals.diloco import DiLoCo, OuterStep, SparseOuterStep
@@ -31,14 +30,11 @@ class Library:
     """Contestant that trains with the optimizer of this library that the settings name."""
 
     def __init__(self, setup: Setup) -> None:
-        schedule = build_schedule(setup.config.optimizer, setup.steps)
-        self._optimizer = build_optimizer(setup.model, setup.config, schedule, dist.group.WORLD)
+        self._optimizer = new_optimizer(setup.model, setup.config, dist.group.WORLD)
         self._module = self._optimizer.attach(setup.loss_module)
 
     def step(self, batch: tuple[Any, ...]) -> Exchanged:
-        self._optimizer.zero_grad()
-        sum_of_losses(self._module(*batch)).backward()
-        self._optimizer.step()
+        train_step(self._optimizer, self._module, batch)
         report = self._optimizer.last_step
         assert report is not None
         kind = "full+one_bit" if report.kind == "full" and report.rounds > 1 else report.kind

@@ -313,7 +313,7 @@ _NOT_FOLLOWED = {
     " data_types.buffer_dtype fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads",
     "nearest is --state-dtype bf16": "bf16.bf16_optimizer_states",
     "use fp16 or bf16: the model is cast as a whole": "amp torch_autocast",
-    "see benchmarks/phases.py and memory.py": "wall_clock_breakdown memory_breakdown",
+    "see benchmarks/step.py": "wall_clock_breakdown memory_breakdown",
     "--sequence-parallel sends activations in their own type": "seq_parallel_communication_data_type",
     "use --recompute-activations": "activation_checkpointing",
     "use --tensorboard, or --wandb-project NAME": "tensorboard wandb comet",

@@ -11,17 +11,18 @@ import torch.distributed as dist
 from replica_pool import run_replicas
 from timing import Stopwatch, time_flat_optimizer
 from torch import nn
-from workload import Workload, sum_of_losses
+from workload import TITLES, Workload, new_optimizer, sum_of_losses
 
-from megatron01.optim import PretrainOptimizer, build_optimizer, build_schedule
+from megatron01.optim import PretrainOptimizer
 from megatron01.training.step import LossModule
+from megatron01.utils.formatting import markdown
 
 PHASES = ("forward_backward", "norm", "update", "compression", "communication", "other")
 OPTIMIZER_PHASES = ("norm", "update", "compression")
 
 
-def measure(workload: Workload, replicas: int) -> dict[str, Any]:
-    """Medians over steps and replicas: seconds of each phase and of the step, and bytes sent, by kind of step.
+def measure(workload: Workload, replicas: int) -> tuple[dict[str, Any], str]:
+    """Medians over steps and replicas: seconds of each phase and of the step, and bytes sent, by kind; and their table.
 
     ``step_ratio`` and ``optimizer_ratio`` are medians over pairs of a step and the step of Adam before it; the latter
     leaves out forward, backward and communication. For ``adam``, ``forward_backward`` is measured without an exchange,
@@ -29,8 +30,8 @@ def measure(workload: Workload, replicas: int) -> dict[str, Any]:
     """
     records = [record for rank in run_replicas(_measure_replica, replicas, workload) for record in rank["steps"]]
     parameters = sum(p.numel() for p in workload.build_model().parameters())
-    by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in ("adam", "full", "one_bit", "local")}
-    return {
+    by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in TITLES}
+    result: dict[str, Any] = {
         "parameters": parameters,
         "replicas": replicas,
         "kinds": {
@@ -45,6 +46,35 @@ def measure(workload: Workload, replicas: int) -> dict[str, Any]:
             for kind, steps in by_kind.items()
         },
     }
+    return result, _table(workload, result)
+
+
+def _table(workload: Workload, result: dict[str, Any]) -> str:
+    """Milliseconds of each phase and its share of the step."""
+    sequences, length = workload.shape
+    rows = [
+        [
+            *("step", "forward + backward", "norm", "update", "compression", "communication", "other", "step, ms"),
+            *("step / Adam", "optimizer / Adam", "MB sent", "bits per parameter"),
+        ]
+    ]
+    for kind, entry in result["kinds"].items():
+        step, seconds = entry["step_seconds"], entry["seconds"]
+        rows.append(
+            [
+                TITLES[kind],
+                *(f"{1e3 * seconds[phase]:.1f} ({seconds[phase] / step:.0%})" for phase in PHASES),
+                f"{1e3 * step:.1f}",
+                f"{entry['step_ratio']:.2f}",
+                f"{entry['optimizer_ratio']:.2f}",
+                f"{entry['bytes_sent'] / 1e6:.3g}",
+                f"{8 * entry['bytes_sent'] / result['parameters']:.3g}",
+            ]
+        )
+    return (
+        f"## Phases of a step: {result['parameters'] / 1e6:.1f} M parameters, {workload.precision}, "
+        f"{sequences} x {length} tokens per replica, ms (share), median over steps and replicas\n\n" + markdown(rows)
+    )
 
 
 def _measure_replica(workload: Workload) -> dict[str, Any]:
@@ -78,8 +108,7 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
 def _build(workload: Workload, name: str) -> tuple[PretrainOptimizer, nn.Module]:
     config = workload.config(optimizer=name)
     model = workload.build_model()
-    schedule = build_schedule(config.optimizer, config.training.train_iters)
-    optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
+    optimizer = new_optimizer(model, config, dist.group.WORLD)
     return optimizer, optimizer.attach(LossModule(model))
 
 

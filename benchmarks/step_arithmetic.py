@@ -13,22 +13,49 @@ import torch
 from replica_pool import run_replicas
 from timing import Stopwatch, seconds_of, time_flat_optimizer
 from torch import nn
-from workload import KINDS, Workload
+from workload import KINDS, TITLES, Workload, new_optimizer
 
-from megatron01.optim import build_optimizer, build_schedule, weight_decay_groups
+from megatron01.optim import weight_decay_groups
+from megatron01.utils.formatting import markdown
 
 MAX_NORM = 1.0
 THREADS = (1, 2)
 
 
-def measure(workload: Workload) -> list[dict[str, Any]]:
+def measure(workload: Workload, _: int) -> tuple[list[dict[str, Any]], str]:
     """For each precision and number of threads: median seconds of AdamW and of this library's steps, and paired ratios.
+
+    Returns them and their tables. Replicas do not matter: it is measured on one.
 
     AdamW is measured as ``alone``, ``clip`` (with ``clip_grad_norm_``) and, for 16-bit weights, ``cast`` (with clipping
     and all that 16-bit weights need: fp32 copies of their gradients and the cast of the master weights). ``norm`` and
     ``update`` are the parts of this library's step with clipping.
     """
-    return run_replicas(_measure_all, 1, workload)[0]
+    results = run_replicas(_measure_all, 1, workload)[0]
+    return results, "".join(
+        ["## Optimizer arithmetic on one replica against torch's fused AdamW (median ratios of pairs)\n"]
+        + [_table(result) for result in results]
+    )
+
+
+def _table(result: dict[str, Any]) -> str:
+    """Milliseconds of an optimizer step, and ratios to AdamW."""
+    baselines = list(result["adamw_seconds"])
+    adamw = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in result["adamw_seconds"].items())
+    rows = [
+        [
+            TITLES[kind],
+            f"{1e3 * entry['seconds']:.1f}",
+            f"{entry['ratio']:.2f}",
+            *(f"{1e3 * entry[key]:.1f}" for key in ("seconds_clipping", "norm_seconds", "update_seconds")),
+            *(f"{entry['ratio_clipping'][baseline]:.2f}" for baseline in baselines),
+        ]
+        for kind, entry in result["kinds"].items()
+    ]
+    header = ["step", "ms", "/ AdamW alone", "with clipping, ms", "norm", "update"]
+    header += [f"/ AdamW {baseline}" for baseline in baselines]
+    title = f"\n{result['precision']} weights, {result['threads']} thread(s); AdamW: {adamw}\n\n"
+    return title + markdown([header, *rows])
 
 
 def _measure_all(workload: Workload) -> list[dict[str, Any]]:
@@ -44,15 +71,14 @@ def _measure(workload: Workload) -> dict[str, Any]:
     workload.set_random_gradients(model, norm=2.0 * MAX_NORM)
     baselines = _adamw_variants(model)
     stopwatch = Stopwatch()
-    ours = {}
+    ours: dict[bool, Any] = {}
     for clipping in (True, False):
         config = workload.config(clip_grad=MAX_NORM if clipping else 0.0)
-        schedule = build_schedule(config.optimizer, workload.total_steps)
         # an optimizer turns the model's weights into views of its flat buffers, so each optimizer needs its own model
         own = copy.deepcopy(model)
         for parameter, given in zip(own.parameters(), model.parameters(), strict=True):
             parameter.grad = None if given.grad is None else given.grad.clone()
-        ours[clipping] = build_optimizer(own, config, schedule, None)
+        ours[clipping] = new_optimizer(own, config, None)
         time_flat_optimizer(ours[clipping], stopwatch)
 
     rounds: list[dict[str, Any]] = []

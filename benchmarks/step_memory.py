@@ -10,17 +10,42 @@ import torch
 import torch.distributed as dist
 from replica_pool import run_replicas
 from reporting import reset_peak, resident
-from workload import Workload
+from workload import Workload, new_optimizer
 
-from megatron01.optim import ZeroOneAdam, build_optimizer, build_schedule
+from megatron01.optim import ZeroOneAdam
+from megatron01.utils.formatting import markdown
 
 STATE = ("x", "v", "m", "u", "worker_error", "server_error")
 
 
-def measure(workload: Workload, replicas: int) -> dict[str, Any]:
-    """Bytes by buffer and resident memory, of the replica with the highest use. Linux only (/proc)."""
+def measure(workload: Workload, replicas: int) -> tuple[dict[str, Any], str]:
+    """Bytes by buffer and resident memory, of the replica with the highest use, and their table. Linux only (/proc)."""
     workload = dataclasses.replace(workload, steps=1)  # two of each kind
-    return max(run_replicas(_measure_replica, replicas, workload), key=lambda result: result["resident_peak"])
+    result = max(run_replicas(_measure_replica, replicas, workload), key=lambda result: result["resident_peak"])
+    return result, _table(workload, result)
+
+
+def _table(workload: Workload, result: dict[str, Any]) -> str:
+    """Bytes per parameter by buffer, their sum, and the measured memory of the process."""
+    parameters, buffers, replicas = result["parameters"], result["buffers"], result["replicas"]
+    known = sum(buffers.values())
+    sizes = {
+        **{name.replace("_", " "): size for name, size in buffers.items()},
+        "**state** (x, v, m, u and both errors)": sum(size for name, size in buffers.items() if name in STATE),
+        f"goal for the state, 20 + 4/{replicas}": (20 + 4 / replicas) * parameters,
+        "**sum of all buffers**": known,
+        "**measured: peak above the model and its gradients**": result["resident_peak"],
+        "measured: after the steps": result["resident_after"],
+        "peak beyond the buffers": result["resident_peak"] - known,
+        "beside them: weights": result["weights"],
+        "beside them: gradients": result["gradients"],
+    }
+    rows = [[name, f"{size / parameters:.4f}", f"{size / 1e6:.2f}"] for name, size in sizes.items()]
+    padding = result["padded_parameters"] / parameters - 1
+    return (
+        f"## Memory: {parameters / 1e6:.1f} M parameters, {workload.precision}, padding to blocks {padding:.3%}\n\n"
+        + markdown([["buffer", "bytes per parameter", "MB"], *rows])
+    )
 
 
 def _measure_replica(workload: Workload) -> dict[str, Any]:
@@ -58,9 +83,7 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
 
 def _take_steps(workload: Workload, model: torch.nn.Module) -> ZeroOneAdam:
     """All steps with the same gradients, and the optimizer that took them."""
-    config = workload.config()
-    schedule = build_schedule(config.optimizer, workload.total_steps)
-    optimizer = build_optimizer(model, config, schedule, dist.group.WORLD)
+    optimizer = new_optimizer(model, workload.config(), dist.group.WORLD)
     assert isinstance(optimizer, ZeroOneAdam)
     workload.set_random_gradients(model, norm=1.0)
     for _ in range(workload.total_steps):

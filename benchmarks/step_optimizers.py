@@ -9,34 +9,50 @@ import torch.distributed as dist
 from replica_pool import ReplicaPool, seed
 from synchronization import FP32Adam
 from timing import seconds_of
-from workload import Workload
+from workload import TITLES, Workload, new_optimizer
 
 from megatron01.config.registry import optimizers
-from megatron01.optim import build_optimizer, build_schedule
+from megatron01.utils.formatting import markdown
 
 REPLICAS = 2
-FAMILY: dict[str, dict[str, Any]] = {
+OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{name: {"optimizer": name, "gradient_wire_dtype": "auto"} for name, spec in optimizers().items() if not spec.ddp},
     "zero_one_adam, gradients not quantized": {"optimizer": "zero_one_adam"},
 }
 """Settings by title. Gradients of full steps are sent as by default, which for 0/1 Adam is in 4 bits."""
 
 
-def measure(workload: Workload) -> dict[str, dict[str, dict[str, float]]]:
-    """For each of ``FAMILY`` and kind of step: median ``seconds`` of the slower replica, ``bytes_sent`` and two ratios.
+def measure(workload: Workload, _: int) -> tuple[dict[str, dict[str, dict[str, float]]], str]:
+    """For each of ``OPTIMIZERS`` and kind of step: median ``seconds`` of the slower of ``REPLICAS`` replicas,
+    ``bytes_sent`` and two ratios; and their table.
 
     ``ratio`` is relative to the all-reduce and the fused step of Adam in the same turn, ``arithmetic_ratio`` to the
     latter alone. Gradients are random and constant; there is no forward or backward pass, and no clipping.
     """
     with ReplicaPool(REPLICAS, seed) as pool:
-        return {title: _by_kind(pool.run(_measure, workload, settings)) for title, settings in FAMILY.items()}
+        result = {title: _by_kind(pool.run(_measure, workload, settings)) for title, settings in OPTIMIZERS.items()}
+    rows = [
+        [
+            name,
+            TITLES[kind],
+            f"{1e3 * entry['seconds']:.1f}",
+            f"{entry['ratio']:.2f}",
+            f"{entry['arithmetic_ratio']:.2f}",
+            f"{entry['bytes_sent'] / 1e6:.3g}",
+        ]
+        for name, kinds in result.items()
+        for kind, entry in kinds.items()
+    ]
+    header = ["optimizer", "step", "ms", "/ (fp32 all-reduce + AdamW)", "/ AdamW alone", "MB sent"]
+    title = f"## Steps of every optimizer on {REPLICAS} replicas, without clipping\n\n"
+    return result, title + markdown([header, *rows])
 
 
 def _measure(workload: Workload, settings: dict[str, Any]) -> list[dict[str, Any]]:
     model = workload.build_model()
     workload.set_random_gradients(model, norm=1.0)
     config = workload.config(clip_grad=0.0, freeze_step=workload.steps_per_kind, **settings)
-    optimizer = build_optimizer(model, config, build_schedule(config.optimizer, workload.total_steps), dist.group.WORLD)
+    optimizer = new_optimizer(model, config, dist.group.WORLD)
     adam = FP32Adam(sum(parameter.numel() for parameter in model.parameters()))
     turns = []
     for _ in range(workload.total_steps):
