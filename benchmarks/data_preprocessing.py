@@ -1,7 +1,7 @@
 """Throughput of preprocessing: each step of a worker, and the whole command beside Hugging Face's ``datasets.map``.
 
 Both turn the same JSON lines into token ids on disk with the same tokenizer and number of processes. They run in turn,
-so that other load on the machine affects both. ``benchmarks/data.py --section preprocessing`` prints the table.
+so that other load on the machine affects both. ``data.py --section preprocessing`` prints the table.
 """
 
 from __future__ import annotations

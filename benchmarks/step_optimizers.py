@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+from compress_exchange import FP32Adam
 from replica_pool import ReplicaPool, seed
-from synchronization import FP32Adam
 from timing import seconds_of
 from workload import TITLES, Workload, new_optimizer
 

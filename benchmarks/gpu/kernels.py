@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from codec_rates import BLOCK_SIZE, REPLICAS, codec_phases
+from compress_codec import BLOCK_SIZE, REPLICAS, codec_phases
 from timing import device_seconds
 from torch import Tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, Protocol
 
@@ -12,9 +12,17 @@ import torch.distributed as dist
 from replica_pool import run_replicas
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, Status, TorchTransport
+from megatron01.utils.formatting import markdown
 
 BLOCK_SIZE = 1024
 REPLICAS = 2
+NAMES = {
+    "exchange": "1-bit exchange",
+    "all_reduce": "fp32 all-reduce",
+    "adam": "fp32 all-reduce and step of torch's fused Adam",
+    "deepspeed_all_reduce": "DeepSpeed: 1-bit all-reduce",
+    "deepspeed_step": "DeepSpeed: step of ZeroOneAdam with its 1-bit all-reduce",
+}
 
 
 class Rival(Protocol):
@@ -24,7 +32,41 @@ class Rival(Protocol):
         """Run once; by compared part, its ``seconds``, ``bytes_sent``, and possibly further times."""
 
 
-def measure(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
+def measure(sizes: Sequence[int], rounds: int, *, deepspeed: bool) -> tuple[list[dict[str, Any]], str]:
+    """The results for buffers of these numbers of elements, and their tables."""
+    results = [_of_size(elements, rounds, deepspeed=deepspeed) for elements in sizes]
+    return results, "\n".join(map(_table, results))
+
+
+def _table(result: dict[str, Any]) -> str:
+    """Milliseconds of an exchange and of the alternatives, and paired ratios."""
+    ours = result["exchange"]
+    rows = [
+        [
+            NAMES[name],
+            *(f"{1e3 * entry[key]:.1f}" for key in ("seconds", "best_seconds")),
+            *(f"{entry.get(key, 1.0):.2f}" for key in ("ratio", "best_ratio")),
+            f"{entry['bytes_sent'] / 1e6:.2f}",
+        ]
+        for name, entry in {"exchange": ours, **result["rivals"]}.items()
+    ]
+    rows.insert(1, ["1-bit exchange and decoding its result", f"{1e3 * ours['seconds_decoded']:.1f}", *[""] * 4])
+    text = (
+        f"## Exchange: {result['elements'] / 1e6:.0f} M elements, {result['replicas']} replicas with one thread each, "
+        "gloo on loopback, medians\n\n"
+        + markdown([["", "ms", "best, ms", "/ exchange", "best / best", "MB sent"], *rows])
+    )
+    if "deepspeed_step" in result["rivals"]:
+        packing = {name: entry.get("packing_seconds") for name, entry in result["rivals"].items()}
+        text += (
+            f"\nDeepSpeed {result['deepspeed_version']} has no 1-bit back end for CPUs. Supplied to its `compressed` "
+            f"one: a bit packer (numpy; {1e3 * packing['deepspeed_all_reduce']:.1f} ms of its all-reduce, "
+            f"{1e3 * packing['deepspeed_step']:.1f} ms of its step) and a reshape of the scale that gloo gathers.\n"
+        )
+    return text
+
+
+def _of_size(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
     """Medians over turns of the slower replica's seconds, and bytes.
 
     ``ratio`` is the median paired ratio, alternative / exchange; ``best_ratio`` is that of the fastest turns, which

@@ -17,13 +17,14 @@ from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import Codec, build_codec
 from megatron01.comm.kernels.cpu import BlockWorkers
 from megatron01.comm.payload import Header, Packed, Quantizer, Status
+from megatron01.utils.formatting import markdown
 
 BLOCK_SIZE = 1024
 REPLICAS = 2  # rows that a server reduces
 
 
-def measure(elements: int, rounds: int) -> dict[str, Any]:
-    """GB/s of fp32 of each phase and of a copy with as many threads: medians, and the median paired ratio.
+def measure(elements: int, rounds: int) -> tuple[dict[str, Any], str]:
+    """GB/s of fp32 of each phase and of a copy with as many threads: medians, and the median paired ratio; a table.
 
     ``best_ratio`` is that of the fastest turns, which other load on the machine affects least. The fp32 buffer counted
     is the value (compress), the server's residual (reduce) or the output (decode).
@@ -60,7 +61,22 @@ def measure(elements: int, rounds: int) -> dict[str, Any]:
                     "best_ratio": min(copy for copy, _ in pairs) / min(own for _, own in pairs),
                 }
             )
-    return {"elements": layout.num_elements, "block_size": BLOCK_SIZE, "replicas": REPLICAS, "phases": phases}
+    rows = [
+        [
+            f"{entry['quantizer']}, {entry['phase']}",
+            str(entry["threads"]),
+            f"{entry['gigabytes_per_second']:.1f}",
+            f"{entry['copy_gigabytes_per_second']:.1f}",
+            f"{entry['ratio']:.2f}",
+            f"{entry['best_ratio']:.2f}",
+        ]
+        for entry in phases
+    ]
+    header = ["quantizer, phase", "threads", "GB/s of fp32", "copy, GB/s", "rate / copy", "best / best"]
+    millions = layout.num_elements / 1e6
+    title = f"## Codec: {millions:.0f} M elements, blocks of {BLOCK_SIZE}, {REPLICAS} replicas, medians\n\n"
+    result = {"elements": layout.num_elements, "block_size": BLOCK_SIZE, "replicas": REPLICAS, "phases": phases}
+    return result, title + markdown([header, *rows])
 
 
 def codec_phases(
