@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from replica_pool import run_replicas
+from replica_pool import launch_environment, run_replicas
 from reporting import report
 from timing import seconds_of
 from workload import BATCH, Workload, train_step
@@ -25,7 +25,7 @@ from megatron01.checkpoint.manifest import CheckpointMetadata
 from megatron01.checkpoint.save import CheckpointWriter, RunState
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.optim import build_optimizer, build_schedule
-from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize
+from megatron01.parallel import ReplicaGroup, initialize
 from megatron01.utils.formatting import markdown
 
 STEPS = 4
@@ -71,10 +71,7 @@ def measure(workload: Workload, replicas: int, rounds: int, folder: str) -> tupl
 
 
 def _measure_replica(workload: Workload, rounds: int, folder: str) -> dict[str, Any]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "x"}
-    environment = LaunchEnvironment.read({name: str(value) for name, value in names.items()})
-    with initialize(environment, DistributedConfig(threads_per_replica=1)) as group:
+    with initialize(launch_environment(), DistributedConfig(threads_per_replica=1)) as group:
         return _Replica(workload, group, folder).measure(rounds)
 
 

@@ -79,8 +79,8 @@ def tasks(corpus: Path, output: Path) -> dict[str, PreprocessConfig]:
     }
 
 
-def measure(*, megabytes: float, workers: Sequence[int], rounds: int) -> list[Rate]:
-    """The rates of both tasks: a worker's steps, the command, and ``datasets.map`` (if ``datasets`` is installed).
+def measure(megabytes: float, workers: Sequence[int], rounds: int) -> tuple[list[dict[str, Any]], str]:
+    """The rates of both tasks: a worker's steps, the command, and ``datasets.map`` (if it is installed); a table.
 
     Args:
         megabytes: size of the JSON lines; above the size of the shipped corpus the text repeats, which favours
@@ -98,16 +98,12 @@ def measure(*, megabytes: float, workers: Sequence[int], rounds: int) -> list[Ra
             rates += _steps(task, config, size, rounds)
             for processes in workers:
                 rates += _side_by_side(task, replace(config, workers=processes), size, rounds)
-    return rates
-
-
-def table(rates: Sequence[Rate]) -> str:
-    """The rates as Markdown."""
     rows = [
-        [task, step, str(workers), f"{megabytes:.1f}", f"{tokens / 1e6:.2f}" if tokens else ""]
-        for task, step, workers, megabytes, tokens in rates
+        [task, step, str(processes), f"{speed:.1f}", f"{tokens / 1e6:.2f}" if tokens else ""]
+        for task, step, processes, speed, tokens in rates
     ]
-    return markdown([["task", "what", "processes", "MB/s", "million tokens/s"], *rows])
+    table = markdown([["task", "what", "processes", "MB/s", "million tokens/s"], *rows])
+    return [rate._asdict() for rate in rates], f"## Preprocessing, {megabytes:g} MB\n\n{table}"
 
 
 def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:

@@ -53,8 +53,8 @@ class SampleRate(NamedTuple):
     per_second: float  # samples a second; of CPU time without a loader
 
 
-def measure_indices(num_documents: int) -> list[IndexRate]:
-    """GPT-2's index for one epoch and for three, BERT's mapping, and a mixture, for that many documents."""
+def measure_indices(num_documents: int) -> tuple[list[dict[str, Any]], str]:
+    """GPT-2's index for one epoch and for three, BERT's mapping, and a mixture, for that many documents; a table."""
     random = np.random.RandomState(0)
     sizes = random.randint(20, 2000, num_documents).astype(np.int32)
     sentences = random.randint(5, 60, SENTENCES * num_documents).astype(np.int32)
@@ -71,16 +71,22 @@ def measure_indices(num_documents: int) -> list[IndexRate]:
 
     for compile_loops in (gpt(1, sizes[:1000]), bert(documents[:20]), lambda: blend_order([1, 2], 10)):
         compile_loops()
-    return [
+    rates = [
         _measure_index("GPT-2, one epoch", gpt(0.99)),
         _measure_index("GPT-2, three epochs", gpt(2.99)),
         _measure_index("BERT, sequences of 128", bert(documents)),
         _measure_index("mixture of 4", lambda: blend_order([0.1, 0.2, 0.3, 0.4], num_documents)),
     ]
+    rows = [
+        [name, f"{samples / 1e6:.2f}", f"{seconds:.2f}", f"{megabytes:.0f}", f"{peak:.0f}"]
+        for name, samples, seconds, megabytes, peak in rates
+    ]
+    table = markdown([["index", "million samples", "s", "MB", "peak MB"], *rows])
+    return [rate._asdict() for rate in rates], f"## Indices of {num_documents:g} documents\n\n{table}"
 
 
-def measure_samples(*, seconds: float, workers: Sequence[int]) -> list[SampleRate]:
-    """Samples of both kinds, alone and through the loader with different numbers of processes."""
+def measure_samples(seconds: float, workers: Sequence[int]) -> tuple[list[dict[str, Any]], str]:
+    """Samples of both kinds, alone and through the loader with different numbers of processes; a table."""
     rates = []
     with tempfile.TemporaryDirectory() as folder:
         for name, dataset in _datasets(Path(folder)).items():
@@ -91,26 +97,13 @@ def measure_samples(*, seconds: float, workers: Sequence[int]) -> list[SampleRat
             for count in workers:
                 loader = BatchLoader(dataset, **place, num_workers=count)
                 rates.append(SampleRate(name, count, _rate(loader, seconds, time.perf_counter)))
-    return rates
-
-
-def indices_table(rates: Sequence[IndexRate]) -> str:
-    """The rates as Markdown."""
-    rows = [
-        [name, f"{samples / 1e6:.2f}", f"{seconds:.2f}", f"{megabytes:.0f}", f"{peak:.0f}"]
-        for name, samples, seconds, megabytes, peak in rates
-    ]
-    return markdown([["index", "million samples", "s", "MB", "peak MB"], *rows])
-
-
-def samples_table(rates: Sequence[SampleRate]) -> str:
-    """The rates as Markdown."""
     through = {None: "no loader, one core", 0: "loader, same process"}
     rows = [
-        [name, through.get(workers, f"loader, {workers} worker(s)"), f"{per_second:,.0f}"]
-        for name, workers, per_second in rates
+        [name, through.get(count, f"loader, {count} worker(s)"), f"{per_second:,.0f}"]
+        for name, count, per_second in rates
     ]
-    return markdown([["samples", "through", "samples/s"], *rows])
+    table = markdown([["samples", "through", "samples/s"], *rows])
+    return [rate._asdict() for rate in rates], f"## Samples, micro-batches of {MICRO_BATCH}\n\n{table}"
 
 
 def _measure_index(name: str, build: Callable[[], Arrays]) -> IndexRate:

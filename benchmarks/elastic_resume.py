@@ -10,7 +10,6 @@ with fewer and with more replicas: the same global batch, the same samples, the 
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from statistics import fmean, stdev
 
 from reporting import ROOT, torchrun
 
+from megatron01.compare.runs import read_metrics
 from megatron01.utils.formatting import markdown
 
 GLOBAL_BATCH_SIZE = 16
@@ -77,8 +77,7 @@ def train(arguments: argparse.Namespace, seed: int, replicas: int, folder: Path,
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    loss: float = last["eval_loss"]
+    loss: float = read_metrics(run / "metrics.jsonl")[0][-1]["eval_loss"]
     return loss
 
 

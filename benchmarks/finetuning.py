@@ -30,12 +30,15 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
 from megatron01.config.commands import GlueConfig
+from megatron01.errors import UserError
 from megatron01.finetune.bench import shuffled_batches
 from megatron01.finetune.glue import TASKS, Example, GlueBench, Task, TaskData
 from megatron01.finetune.results import Run
 from megatron01.utils.formatting import markdown
 
 TASK = TASKS["SST-2"]
+DEV_SHARE = 0.25
+"""Of the training set, what a task is evaluated on whose development set is not there."""
 
 
 def main() -> None:
@@ -52,21 +55,46 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.rows is not None:
-            arguments.data = with_fewer_rows(arguments.data, Path(folder), arguments.rows)
+        arguments.data, _ = with_dev_sets(arguments.data, [TASK.name], Path(folder), arguments.rows)
         if arguments.comparison == "baselines":
             compare_with_baselines(arguments)
         else:
             compare_with_trainer(arguments)
 
 
-def with_fewer_rows(data: Path, folder: Path, rows: int) -> Path:
-    """A copy of the GLUE folder with only the first rows of the training set."""
-    (folder / "SST-2").mkdir()
-    with open(data / "SST-2" / "train.tsv", encoding="utf-8") as file:
-        (folder / "SST-2" / "train.tsv").write_text("".join(itertools.islice(file, rows + 1)), encoding="utf-8")
-    (folder / "SST-2" / "dev.tsv").write_bytes((data / "SST-2" / "dev.tsv").read_bytes())
-    return folder
+def with_dev_sets(given: Path, names: list[str], folder: Path, most: int | None = None) -> tuple[Path, list[str]]:
+    """A folder with the available tasks, and their names; with the first ``most`` rows of each training set.
+
+    If a task has no development set, the last quarter of its training set is held out for evaluation.
+    """
+    there = {path.name.lower(): path for path in given.iterdir() if path.is_dir()} if given.is_dir() else {}
+    tasks = []
+    for name in names:
+        source = there.get(name.lower())
+        if source is None:
+            continue
+        tasks.append(name)
+        target = folder / name
+        target.mkdir(parents=True, exist_ok=True)
+        train = next(iter(sorted(source.glob("train*.tsv"))), None)
+        if train is None:
+            raise UserError(f"{source} holds no train.tsv")
+        head, *rows = train.read_text(encoding="utf-8").rstrip("\n").split("\n")
+        rows, splits = rows[:most], TASKS[name].dev
+        parts = {"train.tsv": rows}
+        if (source / f"{splits[0].names[0]}.tsv").exists():
+            for path in source.glob("*.tsv"):
+                (target / path.name).write_bytes(path.read_bytes())
+        else:
+            first = round(len(rows) * (1 - DEV_SHARE))
+            parts["train.tsv"] = rows[:first]
+            for number, split in enumerate(splits):
+                parts[f"{split.names[0]}.tsv"] = rows[first + number :: len(splits)]
+        for file, part in parts.items():
+            (target / file).write_text("\n".join([head, *part, ""]), encoding="utf-8")
+    if not tasks:
+        raise UserError(f"{given} holds none of the tasks {', '.join(names)}; expected a folder for each")
+    return folder, tasks
 
 
 def open_bench(arguments: argparse.Namespace, dropout: float) -> GlueBench:

@@ -35,11 +35,11 @@ from typing import Any
 import torch
 from convergence_run import attend_to_neighbours
 from evidence import KINDS, Evidence, Record, Run, Spec
-from finetuning import score_of_counts
+from finetuning import score_of_counts, with_dev_sets
 from reporting import ROOT, machine, revision, torchrun
 from study import table
 
-from megatron01.compare.runs import read_run
+from megatron01.compare.runs import read_metrics, read_run
 from megatron01.config import BertPretrainConfig
 from megatron01.config.commands import GlueConfig
 from megatron01.config.yaml_files import config_from_yaml
@@ -57,8 +57,6 @@ from megatron01.models.gpt2 import GPT2
 from megatron01.utils.files import write_atomically
 
 SPEC = Path(__file__).with_suffix(".yaml")
-DEV_SHARE = 0.25
-"""Of the training set, what a task is evaluated on whose development set is not there."""
 KEPT = (
     *("iteration", "consumed_samples", "loss", "eval_loss", "lr", "sync_kind", "sync_interval", "compression_error"),
     *("comm_bytes_total", "comm_rounds_total", "bits_per_parameter"),
@@ -241,7 +239,7 @@ def of_run(folder: Path) -> Record:
         return {}
     lines: list[Record] = []
     waiting: list[Record] = []
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+    for line in read_metrics(folder / "metrics.jsonl")[0]:
         waiting.append(line)
         if line.get("eval_loss") is not None:
             means = {key: [one[key] for one in waiting if one.get(key)] for key in ("loss", "step_seconds")}
@@ -261,7 +259,7 @@ def short(value: Any) -> Any:
 
 def of_pretraining(metrics: Path) -> Record:
     """Record from metrics.jsonl: ``score`` is the held-out loss at the end, None if the run diverged."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines, _ = read_metrics(metrics)
     losses = [line["eval_loss"] for line in lines if line.get("eval_loss") is not None]
     last = lines[-1]
     has_ended = bool(losses) and last.get("eval_loss") is not None and math.isfinite(losses[-1])
@@ -298,41 +296,6 @@ def of_glue(runs: Path) -> dict[str, dict[str, list[float]]]:
         }
         for task, best in sorted(best_settings(settings_of(results), columns).items())
     }
-
-
-def with_dev_sets(given: Path, names: list[str], folder: Path, most: int | None = None) -> tuple[Path, list[str]]:
-    """A folder with the available tasks, and their names; with the first ``most`` rows of each training set.
-
-    If a task has no development set, the last quarter of its training set is held out for evaluation.
-    """
-    there = {path.name.lower(): path for path in given.iterdir() if path.is_dir()} if given.is_dir() else {}
-    tasks = []
-    for name in names:
-        source = there.get(name.lower())
-        if source is None:
-            continue
-        tasks.append(name)
-        target = folder / name
-        target.mkdir(parents=True, exist_ok=True)
-        train = next(iter(sorted(source.glob("train*.tsv"))), None)
-        if train is None:
-            raise UserError(f"{source} holds no train.tsv")
-        head, *rows = train.read_text(encoding="utf-8").rstrip("\n").split("\n")
-        rows, splits = rows[:most], TASKS[name].dev
-        parts = {"train.tsv": rows}
-        if (source / f"{splits[0].names[0]}.tsv").exists():
-            for path in source.glob("*.tsv"):
-                (target / path.name).write_bytes(path.read_bytes())
-        else:
-            first = round(len(rows) * (1 - DEV_SHARE))
-            parts["train.tsv"] = rows[:first]
-            for number, split in enumerate(splits):
-                parts[f"{split.names[0]}.tsv"] = rows[first + number :: len(splits)]
-        for file, part in parts.items():
-            (target / file).write_text("\n".join([head, *part, ""]), encoding="utf-8")
-    if not tasks:
-        raise UserError(f"{given} holds none of the tasks {', '.join(names)}; expected a folder for each")
-    return folder, tasks
 
 
 @torch.inference_mode()

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron01.parallel import LaunchEnvironment
+
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -82,6 +84,20 @@ def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[
 
 def seed(rank: int) -> None:
     torch.manual_seed(rank)  # which itself cannot be pickled
+
+
+def launch_environment(local_world_size: int | None = None) -> LaunchEnvironment:
+    """What a launcher would tell a process of a pool, with so many on each pretended node (by default, all on one)."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    local_size = local_world_size or size
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=size,
+        local_rank=rank % local_size,
+        local_world_size=local_size,
+        launcher="torchrun",
+        ends_together=False,
+    )
 
 
 def _serve(

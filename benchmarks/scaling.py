@@ -11,21 +11,20 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from replica_pool import ReplicaPool
+from replica_pool import ReplicaPool, launch_environment
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, Topology
 from megatron01.comm.topology import build_topology
 from megatron01.comm.transport import Transport, Work
 from megatron01.config import DistributedConfig
-from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.parallel import initialize
 from megatron01.utils.formatting import markdown
 
 BLOCK_SIZE = 1024
@@ -91,22 +90,12 @@ def _resources() -> dict[str, int]:
 
 
 def _measure_replica(elements: int, replicas: int, hierarchical: str) -> dict[str, Any]:
-    per_node, rank = _per_node(replicas), dist.get_rank()
-    environment = LaunchEnvironment(
-        rank=rank,
-        world_size=replicas,
-        local_rank=rank % per_node,
-        local_world_size=per_node,
-        master_addr=socket.gethostname(),
-        master_port=29500,
-        launcher="torchrun",
-    )
     settings = DistributedConfig(hierarchical=hierarchical, threads_per_replica=1)  # type: ignore[arg-type]
-    with initialize(environment, settings) as group:
+    with initialize(launch_environment(_per_node(replicas)), settings) as group:
         topology = build_topology(group, settings)
         counted = _counting(topology)
         layout = BlockLayout(torch.full((-(-elements // BLOCK_SIZE),), BLOCK_SIZE, dtype=torch.int32), BLOCK_SIZE)
-        value = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(rank))
+        value = torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(dist.get_rank()))
         result: dict[str, Any] = {kind: _exchange(kind, layout, counted, value) for kind in EXCHANGES}
         return result | _resources()
 

@@ -18,14 +18,14 @@ import convergence_run
 import torch
 import torch.distributed as dist
 from hosts import CONGESTION_CONTROL, UNLIMITED, Sent, SlowHosts, bits_per_second, enter_host
-from replica_pool import ReplicaFailed, ReplicaPool
+from replica_pool import ReplicaFailed, ReplicaPool, launch_environment
 from rivals.contestant import Setup
 from rivals.entries import ALONE, BASELINE, entry
 from workload import sum_of_losses
 
 from megatron01.config import DistributedConfig
 from megatron01.optim import TrainingDiverged
-from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
+from megatron01.parallel import find_tensor_parallel_ranks, initialize
 from megatron01.training import autotune
 from megatron01.training.step import LossModule
 
@@ -154,9 +154,7 @@ def advise(run: Race, data: str) -> dict[str, Any]:
     )
     model = convergence_run.build_model(config)
     loss_module = LossModule(model)
-    alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}  # each replica is on its own host
-    place = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
-    with initialize(LaunchEnvironment.read({**alone, **place}), config.distributed) as group:
+    with initialize(launch_environment(1), config.distributed) as group:  # each replica is on its own host
         settings, reason = autotune.choose(
             config,
             model,

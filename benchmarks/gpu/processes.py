@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replica_pool import run_replicas
+from replica_pool import launch_environment, run_replicas
 from timing import device_seconds
 from workload import Workload, new_optimizer, train_step
 
@@ -25,7 +25,7 @@ from benchmarks.reporting import ROOT, torchrun
 from megatron01.comm import TorchTransport
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
-from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.parallel import initialize
 from megatron01.training.step import LossModule
 from tests.integration.tiny import make_corpus, stored_state
 
@@ -80,12 +80,9 @@ def _over_gloo(size: str, ranks: int, local: int) -> dict[str, Any]:
 
 
 def _take_steps(size: str, local: int) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
-    environment = LaunchEnvironment.read({name: str(value) for name, value in variables.items()} | {"MASTER_ADDR": "x"})
     settings = DistributedConfig(device=DEVICE.type, threads_per_replica=1)  # type: ignore[arg-type]
     workload = Workload(model="gpt2", size=size, precision="bf16", steps=2)
-    with initialize(environment, settings) as group:
+    with initialize(launch_environment(local), settings) as group:
         topology = build_topology(group, settings)
         with torch.device(group.device):
             model = workload.build_model()

@@ -70,7 +70,6 @@ def test_both_comparisons(
 
 
 def test_fewer_rows(benchmark: Any, data: Path, tmp_path: Path) -> None:
-    (tmp_path / "fewer").mkdir()
-    fewer = benchmark.with_fewer_rows(data, tmp_path / "fewer", 5)
+    fewer, _ = benchmark.with_dev_sets(data, ["SST-2"], tmp_path / "fewer", 5)
     assert len((fewer / "SST-2" / "train.tsv").read_text().splitlines()) == 6
     assert (fewer / "SST-2" / "dev.tsv").read_text() == (data / "SST-2" / "dev.tsv").read_text()
