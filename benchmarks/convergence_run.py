@@ -19,13 +19,11 @@ import torch.distributed as dist
 from reporting import ROOT
 from simulated_replicas import run_simulated
 from torch import nn
-from workload import new_optimizer, sum_of_losses
+from workload import new_optimizer, recipe, sum_of_losses
 
 from megatron01.comm import Topology
 from megatron01.comm.transport import Replica, TorchTransport
 from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GPTPretrainConfig, PretrainConfig
-from megatron01.config.fields import Settings
-from megatron01.config.yaml_files import load_yaml
 from megatron01.data import (
     BatchLoader,
     SampleCounts,
@@ -104,9 +102,7 @@ class Run:
 
 def build_config(run: Run, data: Path) -> PretrainConfig:
     """The debug recipe of the task, with a smaller model, this run's optimizer, and a decay to 0."""
-    folder = "gpt2" if run.task == "gpt2" else "bert"
-    settings: Settings[Any] = Settings(GPTPretrainConfig if run.task == "gpt2" else BertPretrainConfig)
-    config = settings.build(load_yaml(ROOT / "configs" / folder / "debug.yaml", settings))
+    config: Any = recipe(run.task, f"{run.task}/debug")
     shape = {part: dict(values) for part, values in SHAPES[run.size].items()}
     files: dict[str, Any] = {
         name: str(ROOT / value)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import json
-from pathlib import Path
 
 import torch.distributed as dist
 from replica_pool import run_replicas
@@ -106,24 +104,18 @@ def _train(case: Case, *, small: bool = False) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    arguments = parser.parse_args()
-    rows = []
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| model | optimizer | batch | recomputed | planned, MB | measured, MB | planned / measured |")
     print("| --- | --- | --- | --- | ---: | ---: | ---: |")
     for case in CASES:
         plan = planned(config_of(case), REPLICAS, on_gpu=False)
         peak = max(run_replicas(measured, REPLICAS, case))
-        rows.append({**dataclasses.asdict(case), **dataclasses.asdict(plan), "planned": plan.total, "measured": peak})
         print(
             f"| {case.model}, {case.layers} layers | {case.optimizer} | {case.micro_batch_size} x {case.seq_length} |"
             f" {case.recompute} | {plan.total / 1e6:.0f} | {peak / 1e6:.0f} |"
             f" {plan.total / peak:.2f} |",
             flush=True,
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

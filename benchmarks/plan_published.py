@@ -1,6 +1,6 @@
 """Published step times beside the predictions of ``megatron01 plan`` for the same machines.
 
-    python benchmarks/plan_published.py [--json]
+    python benchmarks/plan_published.py
 
 ``published_profile.json`` holds the profile, Table 1 of 1-bit Adam (Tang et al., ICML 2021): BERT-Large at sequence
 length 128 with fp16 gradients, whose all-reduce did not overlap with the backward pass. Its times grow with the number
@@ -9,9 +9,8 @@ of GPUs like those of a ring all-reduce.
 
 from __future__ import annotations
 
-import argparse
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -169,16 +168,5 @@ def _gradient_bytes() -> int:
     return 2 * sum(parameter_sizes(BERT_LARGE)[0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Published step times beside those that megatron01 plan gives.")
-    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
-    checks, speed_ups = [check_profile(network) for network in PROFILE], check_speed_up()
-    if parser.parse_args().json:
-        profile = [asdict(row) for check in checks for row in check]
-        print(json.dumps({"profile": profile, "speed_up": [asdict(row) for row in speed_ups]}, indent=1))
-    else:
-        print(profile_table(checks, speed_ups))
-
-
 if __name__ == "__main__":
-    main()
+    print(profile_table([check_profile(network) for network in PROFILE], check_speed_up()))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron01.monitor.run_directory import git_revision
+from megatron01.monitor.run_directory import git_revision, hardware
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,15 +25,9 @@ def revision() -> str:
     return "unknown" if found is None else found["revision"][:10] + ("-dirty" if found["dirty"] else "")
 
 
-def processor() -> str:
-    """Name of the processor."""
-    names = re.findall(r"^model name\s*:\s*(.*\S)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return names[0] if names else os.uname().machine
-
-
 def machine() -> str:
     """Cores, processor and torch version."""
-    return f"{os.cpu_count()}-core {processor()}, torch {torch.__version__}"
+    return f"{os.cpu_count()}-core {hardware()['processor']}, torch {torch.__version__}"
 
 
 def torchrun(processes: int) -> list[str]:

@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from reporting import ROOT
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
-from megatron01.config.fields import Settings
-from megatron01.config.yaml_files import load_yaml
+from megatron01.config.command_line import parse
 from megatron01.convert.portable import new_model
 from megatron01.models import GPT2, Bert
 from megatron01.optim import PretrainOptimizer, build_optimizer, build_schedule
@@ -22,21 +20,21 @@ TITLES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
 """Of kinds of steps in tables."""
 RECIPES = {
     "gpt2": {
-        "tiny": ("gpt2/debug.yaml",),
-        "debug": ("gpt2/debug.yaml",),
-        "small": ("gpt2/117m.yaml",),
-        "base": ("gpt2/117m.yaml",),
-        "117m": ("gpt2/117m.yaml",),
-        "345m": ("gpt2/345m.yaml",),
-        "1.5b": ("gpt2/1.5b.yaml",),
+        "tiny": ("gpt2/debug",),
+        "debug": ("gpt2/debug",),
+        "small": ("gpt2/117m",),
+        "base": ("gpt2/117m",),
+        "117m": ("gpt2/117m",),
+        "345m": ("gpt2/345m",),
+        "1.5b": ("gpt2/1.5b",),
     },
     "bert": {
-        "tiny": ("bert/debug.yaml",),
-        "debug": ("bert/debug.yaml",),
-        "small": ("bert/base.yaml",),
-        "base": ("bert/base.yaml",),
-        "large-128": ("bert/large.yaml",),
-        "large-512": ("bert/large.yaml", "phases/bert_large_512.yaml"),
+        "tiny": ("bert/debug",),
+        "debug": ("bert/debug",),
+        "small": ("bert/base",),
+        "base": ("bert/base",),
+        "large-128": ("bert/large",),
+        "large-512": ("bert/large", "phases/bert_large_512"),
     },
 }
 VOCABULARY = {
@@ -109,12 +107,7 @@ class Workload:
         )
 
     def _recipe(self) -> PretrainConfig:
-        config_class = GPTPretrainConfig if self.model == "gpt2" else BertPretrainConfig
-        settings: Settings[Any] = Settings(config_class)
-        values: dict[str, Any] = {}
-        for path in RECIPES[self.model][self.size]:
-            values |= load_yaml(ROOT / "configs" / path, settings)
-        return settings.build(values)
+        return recipe(self.model, *RECIPES[self.model][self.size])
 
     def kinds(self) -> list[str]:
         """The kind of each step."""
@@ -139,6 +132,15 @@ class Workload:
         deviation = norm / sum(p.numel() for p in model.parameters()) ** 0.5
         for parameter in model.parameters():
             parameter.backward(torch.randn_like(parameter).mul_(deviation))
+
+
+def recipe(model: str, *names: str) -> PretrainConfig:
+    """The settings of a model, gpt2 or bert, in these files of configs/."""
+    config_class: Any = GPTPretrainConfig if model == "gpt2" else BertPretrainConfig
+    config: PretrainConfig = parse(
+        config_class, [word for name in names for word in ("--config", name)], prog="", description=""
+    )
+    return config
 
 
 def random_batch(model: str, vocab_size: int, shape: tuple[int, int]) -> tuple[Any, ...]:

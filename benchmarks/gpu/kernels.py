@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -19,7 +18,6 @@ from timing import device_seconds
 from torch import Tensor
 
 from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
-from benchmarks.reporting import processor
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import Codec, build_codec, triton_serves
 from megatron01.comm.kernels.specification import ReferenceCodec
@@ -36,6 +34,7 @@ from megatron01.comm.payload import (
 from megatron01.config import GPTModelConfig
 from megatron01.cost.cluster import peak_of
 from megatron01.models.layers import SelfAttention
+from megatron01.monitor.run_directory import hardware
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import (
@@ -86,12 +85,8 @@ def _versions() -> dict[str, Any]:
 
 
 def _hardware() -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "processor": processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": NEEDS_GPU,
-    }
+    known = hardware()
+    found: dict[str, Any] = {name: known[name] for name in ("processor", "cores", "memory_bytes")} | {"gpu": NEEDS_GPU}
     if DEVICE.type == "cuda":
         properties = torch.cuda.get_device_properties(DEVICE)
         found |= {

@@ -40,7 +40,7 @@ def describe_run(
         "git": git_revision(Path(__file__).resolve().parents[2]),
         "python": platform.python_version(),
         "packages": _package_versions(),
-        "hardware": _hardware(),
+        "hardware": hardware(),
         "resumed_iteration": resumed_iteration,
     }
     write_atomically(folder / "config.yaml", config_yaml)
@@ -71,7 +71,8 @@ def _package_versions() -> dict[str, str]:
     return dict(sorted((name, version) for name, version in versions.items() if name))
 
 
-def _hardware() -> dict[str, Any]:
+def hardware() -> dict[str, Any]:
+    """Name, system, processor, cores (of this process), memory, GPUs and CUDA version of this machine."""
     import torch
 
     processor = re.search(r"^model name\s*:(.*)", text_or_empty("/proc/cpuinfo"), re.MULTILINE)
