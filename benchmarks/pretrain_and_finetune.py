@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 from convergence_run import attend_to_neighbours
-from evidence import KINDS, Evidence, Record, Run, Spec
 from finetuning import score_of_counts, with_dev_sets
 from reporting import ROOT, machine, revision, torchrun
 from study import table
+from study_records import KINDS, Evidence, Record, Run, Spec
 
 from megatron01.compare.runs import read_metrics, read_run
 from megatron01.config import BertPretrainConfig

@@ -50,7 +50,7 @@ def sizes_of(model: str) -> str:
 SECTIONS = {
     "phases": step_phases.measure,
     "arithmetic": step_arithmetic.measure,
-    "family": step_optimizers.measure,
+    "optimizers": step_optimizers.measure,
     "memory": step_memory.measure,
 }
 

@@ -21,9 +21,9 @@ from statistics import fmean, mean, median, stdev
 import matplotlib.pyplot as plt
 import numpy as np
 import yaml
-from evidence import KINDS, Evidence, Record
 from reporting import ROOT
 from scipy import stats
+from study_records import KINDS, Evidence, Record
 
 from megatron01.compare import charts
 from megatron01.compare.command import compare_runs, file_name, write

@@ -60,7 +60,7 @@ def test_every_kind_of_step_and_every_buffer(tmp_path: Path) -> None:
         ("bf16", 1),
         ("bf16", 2),
     ]
-    assert {name: set(kinds) for name, kinds in result["family"].items()} == {
+    assert {name: set(kinds) for name, kinds in result["optimizers"].items()} == {
         "zero_one_adam": {"full", "local", "one_bit"},
         "zero_one_adam, gradients not quantized": {"full", "local", "one_bit"},
         "one_bit_adam": {"full", "one_bit"},
@@ -69,7 +69,7 @@ def test_every_kind_of_step_and_every_buffer(tmp_path: Path) -> None:
         "soft_sign_sgd": {"full"},
         "sgdm": {"full"},
     }
-    sent = {title: kinds["full"]["bytes_sent"] for title, kinds in result["family"].items() if "full" in kinds}
+    sent = {title: kinds["full"]["bytes_sent"] for title, kinds in result["optimizers"].items() if "full" in kinds}
     assert sent["zero_one_adam"] < sent["zero_one_adam, gradients not quantized"] / 6
     assert set(result["arithmetic"][0]["adamw_seconds"]) == {"alone", "clip"}
     assert set(result["arithmetic"][2]["adamw_seconds"]) == {"alone", "clip", "cast"}

@@ -44,7 +44,7 @@ def trained(study: Any, optimizer: str, seed: int) -> dict[str, Any]:
 
 def test_the_table_is_made_of_what_is_there(study: Any) -> None:
     evidence = study.Evidence(study_spec(study, bert={"flags": "", "rates": [0.001, 0.002]}), counts={"SST-2": 79.0})
-    run = importlib.import_module("evidence").Run
+    run = importlib.import_module("study_records").Run
     for seed, (adam, ours) in enumerate([(3.0, 3.1), (3.2, 3.3), (3.1, 3.2)]):
         glue = {"SST-2": {"batch 32": [80.0 + seed, 81.0 + seed, 99.0]}}
         evidence.records[run("bert", "Adam", 0.001, seed)] = record(adam, glue=glue)
@@ -64,7 +64,7 @@ def test_the_table_is_made_of_what_is_there(study: Any) -> None:
 def test_what_is_compared_is_of_the_same_seeds(study: Any) -> None:
     """Only seed 1 is there of both, so that nothing can be told apart."""
     evidence = study.Evidence(study_spec(study, bert={"flags": "", "rates": [0.001]}), counts={"SST-2": 79.0})
-    run = importlib.import_module("evidence").Run
+    run = importlib.import_module("study_records").Run
     for name, seeds, value in (("Adam", (0, 1), 80.0), ("0/1 Adam", (1, 2), 70.0), ("0/1 Adam", (0,), None)):
         for seed in seeds:
             glue = {} if value is None else {"glue": {"SST-2": {"batch 32": [value + 0.1 * seed]}}}
@@ -74,7 +74,7 @@ def test_what_is_compared_is_of_the_same_seeds(study: Any) -> None:
 
 
 def test_the_page_tells_what_the_records_say(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = importlib.import_module("evidence").Run
+    run = importlib.import_module("study_records").Run
     evidence = study.Evidence(
         study_spec(study, gpt={"flags": "", "rates": [0.001]}, digits={"flags": "--steps 30", "rates": [0.004]})
     )
@@ -117,7 +117,7 @@ def test_the_committed_study_is_that_of_the_records(study: Any) -> None:
 
 
 def study_spec(study: Any, **sections: Any) -> Any:
-    return importlib.import_module("evidence").Spec(2, [0, 1, 2], OPTIMIZERS, **sections)
+    return importlib.import_module("study_records").Spec(2, [0, 1, 2], OPTIMIZERS, **sections)
 
 
 def test_runs_are_made_of_their_records(study: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Specification and records of the runs of ``pretrain_and_finetune.py``."""
+"""Specification and records of the study: what ``pretrain_and_finetune.py`` runs and ``study.py`` shows."""
 
 from __future__ import annotations
 
