@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from replica_pool import launch_environment, run_replicas
+from replica_pool import largest, launch_environment, run_replicas
 from reporting import report
 from timing import seconds_of
 from workload import BATCH, Workload, train_step
@@ -55,10 +55,7 @@ def measure(workload: Workload, replicas: int, rounds: int, folder: str) -> tupl
     result: dict[str, Any] = {key: measured[0][key] for key in ("parameters", "megabytes")}
     result |= {"replicas": replicas, "batch": BATCH[workload.size]}
     for kind in ("waiting", "meanwhile"):
-        saves = [
-            {name: max(replica[name] for replica in same) for name in same[0]}
-            for same in zip(*(replica[kind] for replica in measured), strict=True)
-        ]
+        saves = [largest(same) for same in zip(*(replica[kind] for replica in measured), strict=True)]
         result[kind] = {
             "step_seconds": median(save["step"] for save in saves),
             "first_stall": saves[0]["stall"] / saves[0]["step"],

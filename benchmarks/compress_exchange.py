@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from replica_pool import run_replicas
+from replica_pool import largest, run_replicas
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, Status, TorchTransport
 from megatron01.utils.formatting import markdown
@@ -83,8 +83,7 @@ def _of_size(elements: int, rounds: int, *, deepspeed: bool) -> dict[str, Any]:
     for build_rival in rivals.values():
         replicas = run_replicas(_measure, REPLICAS, elements, rounds, build_rival)
         turns = [
-            {part: {key: max(turn[part][key] for turn in same) for key in same[0][part]} for part in same[0]}
-            for same in zip(*replicas, strict=True)
+            {part: largest([turn[part] for turn in same]) for part in same[0]} for same in zip(*replicas, strict=True)
         ]
         ours = [turn.pop("exchange") for turn in turns]
         exchanges += ours

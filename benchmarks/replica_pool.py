@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,11 @@ def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[
 
 def seed(rank: int) -> None:
     torch.manual_seed(rank)  # which itself cannot be pickled
+
+
+def largest(replicas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each number the largest of all replicas: a step takes as long as on the slowest."""
+    return {name: max(replica[name] for replica in replicas) for name in replicas[0]}
 
 
 def launch_environment(local_world_size: int | None = None) -> LaunchEnvironment:

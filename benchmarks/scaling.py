@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from replica_pool import ReplicaPool, launch_environment
+from replica_pool import ReplicaPool, largest, launch_environment
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, Topology
@@ -68,7 +68,7 @@ def measure(elements: int, replicas: int) -> list[dict[str, Any]]:
                 continue  # a hierarchical exchange needs two nodes of two processes
             everyones = pool.run(_measure_replica, elements, replicas, hierarchical)
             for kind in EXCHANGES:
-                most = {name: max(each[kind][name] for each in everyones) for name in everyones[0][kind]}
+                most = largest([each[kind] for each in everyones])
                 for name in ("files", "threads"):
                     pairs = zip(everyones, joined, strict=True)
                     most[name] = max(each[name] - alone[name] for each, alone in pairs)

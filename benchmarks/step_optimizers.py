@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from compress_exchange import FP32Adam
-from replica_pool import ReplicaPool, seed
+from replica_pool import ReplicaPool, largest, seed
 from timing import seconds_of
 from workload import TITLES, Workload, new_optimizer
 
@@ -71,8 +71,7 @@ def _measure(workload: Workload, settings: dict[str, Any]) -> list[dict[str, Any
 def _by_kind(replicas: list[list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
     turns: dict[str, list[dict[str, float]]] = {}
     for same in zip(*replicas, strict=True):
-        numbers = {key: max(turn[key] for turn in same) for key in same[0] if key != "kind"}
-        turns.setdefault(same[0]["kind"], []).append(numbers)
+        turns.setdefault(same[0]["kind"], []).append(largest(same))
     # the first step of a kind is warm-up: it loads kernels and touches memory
     return {kind: _summary(of_kind[1:]) for kind, of_kind in turns.items() if len(of_kind) > 1}
 
