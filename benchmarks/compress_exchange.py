@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from replica_pool import largest, run_replicas
+from rivals.contestant import ring_bytes
 
 from megatron01.comm import BlockLayout, OneBitAllReduce, Status, TorchTransport
 from megatron01.utils.formatting import markdown
@@ -161,8 +162,7 @@ class FP32Adam:
         self._gradient.div_(dist.get_world_size())
         self._adam.step()
         seconds = time.perf_counter() - start
-        # as in a ring all-reduce
-        sent = 2 * (dist.get_world_size() - 1) / dist.get_world_size() * self._gradient.nbytes
+        sent = ring_bytes(dist.get_world_size(), self._gradient.nbytes)
         return {
             "all_reduce": {"seconds": reduced, "bytes_sent": sent},
             "adam": {"seconds": seconds, "bytes_sent": sent},

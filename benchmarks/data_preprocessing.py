@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 from reporting import ROOT
+from timing import seconds_of
 
 from megatron01.config.commands import PreprocessConfig
 from megatron01.data import IndexedDataset
@@ -132,7 +133,11 @@ def _steps(task: str, config: PreprocessConfig, size: float, rounds: int) -> lis
         encoded = [sentence for text in texts for sentence in split_sentences(text)]
     steps["tokenizer alone"] = lambda: tokenizer.encode_batch(encoded)
     steps["all that a worker does"] = encode
-    return [Rate(task, step, 1, size / _median(do, rounds, time.process_time)) for step, do in steps.items()]
+    rates = []
+    for step, do in steps.items():
+        seconds = statistics.median(seconds_of(do, time.process_time) for _ in range(rounds))
+        rates.append(Rate(task, step, 1, size / max(seconds, 1e-9)))
+    return rates
 
 
 def _side_by_side(task: str, config: PreprocessConfig, size: float, rounds: int) -> list[Rate]:
@@ -196,12 +201,3 @@ def _encode_batch(config: PreprocessConfig, batch: dict[str, list[str]]) -> dict
     encoded = iter(tokenizer.encode_batch([sentence for sentences in cut for sentence in sentences]))
     nested = [[next(encoded) for _ in sentences] for sentences in cut]
     return {"ids": nested, "num_tokens": [sum(map(len, sentences)) for sentences in nested]}
-
-
-def _median(do: Callable[[], object], rounds: int, clock: Callable[[], float]) -> float:
-    taken = []
-    for _ in range(rounds):
-        start = clock()
-        do()
-        taken.append(clock() - start)
-    return max(statistics.median(taken), 1e-9)

@@ -225,7 +225,7 @@ class DeepSpeedZeroOneAdam:
                 "seconds": time.perf_counter() - start,
                 "packing_seconds": self._packer.seconds,
                 # signs to the servers and back, without the few scales
-                "bytes_sent": 2 * (replicas - 1) / replicas * self._state["worker_error"].numel() / 8,
+                "bytes_sent": ring_bytes(replicas, self._state["worker_error"].numel() / 8),
             }
         return parts
 
