@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +39,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     make_corpus(folder)
     return folder
+
+
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of benchmarks/ by its own name, as the programs there import each other."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    return importlib.import_module
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

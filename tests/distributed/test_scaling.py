@@ -56,10 +56,8 @@ def test_exchanges_over_nodes() -> None:
             assert each[kind]["messages"] == 4 * (ELEMENTS // BUCKET)
 
 
-def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import scaling
-
+def test_the_table(benchmarks: Any) -> None:
+    scaling = benchmarks("scaling")
     line = dict.fromkeys(scaling.HEADER, 2500.0) | {"replicas": 2, "topology": "flat", "exchange": "1 bit"}
     (row,) = scaling.table([line])
     assert len(scaling.HEADER) == len(row) and row[:4] == ["2", "flat", "1 bit", "2500.00"] and "2.5" in row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -132,11 +131,10 @@ def test_every_stage_of_data(tmp_path: Path) -> None:
 
 
 def test_each_resize_is_compared_with_the_run_of_its_seed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmarks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The runs of elastic_resume.py are formulas here."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    benchmark: Any = importlib.import_module("elastic_resume")
+    benchmark = benchmarks("elastic_resume")
     starts: list[tuple[int, int, tuple[str, ...]]] = []
 
     def train(arguments: Any, seed: int, replicas: int, folder: Path, *more: str) -> float:

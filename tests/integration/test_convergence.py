@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +13,6 @@ import torch
 from megatron01.config import BertModelConfig
 from megatron01.models import Bert
 from tests.programs import ROOT, run_python
-
-
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
-
 
 RUNS: dict[str, dict[str, Any]] = {
     "0/1 Adam": {"optimizer": "zero_one_adam", "overrides": {"variance_kappa": 4, "block_size": 64}},

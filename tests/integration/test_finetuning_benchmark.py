@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,10 @@ from megatron01.finetune.results import Run
 from tests.unit.finetune.models import write_model
 from tests.unit.finetune.rows import write_tsv
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    module = importlib.import_module("finetuning")
+def benchmark(benchmarks: Any) -> Any:
+    module = benchmarks("finetuning")
     yield module
     sys.modules.pop("finetuning")
 

@@ -71,10 +71,8 @@ def test_ranks_agree_runs_resume_and_a_killed_rank_is_noticed(tmp_path: Path) ->
     assert "has no GPU of its own" in found["runs"]["two processes over nccl"]["said"][0]
 
 
-def test_every_model_is_known_to_the_workload(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import workload
-
+def test_every_model_is_known_to_the_workload(benchmarks: Any) -> None:
+    workload = benchmarks("workload")
     shapes = {
         size: workload.Workload(model=model, size=size, precision="bf16", steps=1).shape for model, size in MODELS
     }

@@ -18,15 +18,11 @@ from tests.integration.tiny import bert_config, gpt_config
 from tests.unit.finetune.rows import write_tsv
 
 HEAD = "replicas: 1\nseeds: [0]\noptimizers: {A: x}\n"
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return importlib.import_module("pretrain_and_finetune")
+def benchmark(benchmarks: Any) -> Any:
+    return benchmarks("pretrain_and_finetune")
 
 
 def test_the_shipped_specification_is_read(benchmark: Any) -> None:

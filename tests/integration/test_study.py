@@ -19,9 +19,8 @@ BITS = {"Adam": 32.0, "1-bit Adam": 6.0, "0/1 Adam": 1.5}
 
 
 @pytest.fixture
-def study(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("study")
+def study(benchmarks: Any) -> Any:
+    return benchmarks("study")
 
 
 def record(score: float | None, **others: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import json
 import os
@@ -26,41 +25,35 @@ CURVE = [
 ]
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
-
-
 @pytest.mark.parametrize("content", ["# Notes\nof mine", "[1]\n", "of mine", '{"a": 1}', "{a}\n{", None])
-def test_a_file_of_something_else_is_refused_and_stays(load: Any, tmp_path: Path, content: str | None) -> None:
+def test_a_file_of_something_else_is_refused_and_stays(benchmarks: Any, tmp_path: Path, content: str | None) -> None:
     path = tmp_path / "notes"
     path.mkdir() if content is None else path.write_text(content)
     with pytest.raises(SystemExit, match="notes"):
-        load("records").read_records(path)
+        benchmarks("records").read_records(path)
     assert content is None or path.read_text() == content
 
 
-def test_the_unfinished_line_of_a_sweep_that_was_killed_is_cut_off(load: Any, tmp_path: Path) -> None:
+def test_the_unfinished_line_of_a_sweep_that_was_killed_is_cut_off(benchmarks: Any, tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text('{"run": 1}\n{"run": 2, "na')
-    assert load("records").read_records(path) == [{"run": 1}]
+    assert benchmarks("records").read_records(path) == [{"run": 1}]
     assert path.read_text() == '{"run": 1}\n'
 
 
 def test_text_is_prepared_in_the_folder_that_was_named(
-    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    benchmarks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
-    load("convergence_run").small_vocabulary("bert", Path("text"))
+    benchmarks("convergence_run").small_vocabulary("bert", Path("text"))
     prefixes = [command[command.index("--output-prefix") + 1] for command in commands]
     assert [Path(prefix).parent for prefix in prefixes] == [tmp_path / "text"] * 2
 
 
-def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
-    times = load("slow_network_table")
+def test_a_loss_is_reached_between_evaluations(benchmarks: Any) -> None:
+    times = benchmarks("slow_network_table")
     assert times.seconds_to(CURVE, 7.5) == 7.0
     assert times.seconds_to(CURVE, 6.0) == 13.0
     assert times.seconds_to(CURVE, 8.5) == 5.0  # at the latest at the first evaluation
@@ -70,8 +63,8 @@ def test_a_loss_is_reached_between_evaluations(load: Any) -> None:
     assert [times.loss_at(CURVE, seconds) for seconds in (4.9, 5.0, 12.9, 100.0)] == [None, 8.0, 7.0, 6.0]
 
 
-def test_a_run_is_put_together_from_the_times_of_its_kinds_of_steps(load: Any) -> None:
-    times = load("slow_network_table")
+def test_a_run_is_put_together_from_the_times_of_its_kinds_of_steps(benchmarks: Any) -> None:
+    times = benchmarks("slow_network_table")
     together = times.composed(CURVE, {"full": [3, 2.0], "local": [1, 0.5]})
     assert [row[1] for row in together] == [20.0, 28.0, 36.0]
     assert [row[2] for row in together] == [8.0, 7.0, 6.0]
@@ -81,8 +74,8 @@ def test_a_run_is_put_together_from_the_times_of_its_kinds_of_steps(load: Any) -
     assert times.composed(both, {"full": [3, 2.0]}) is None
 
 
-def test_crossover_lies_where_the_gain_is_one(load: Any) -> None:
-    crossover = load("slow_network_table").crossover
+def test_crossover_lies_where_the_gain_is_one(benchmarks: Any) -> None:
+    crossover = benchmarks("slow_network_table").crossover
     # from 4 to 1/2 in three halvings; the gain is 1 after two of them, two thirds of the way from 1e6 to 1e9
     assert crossover([1e6, 1e9], [4.0, 0.5]) == pytest.approx(1e8)
     assert crossover([1e5, 1e6, 1e9], [0.9, 4.0, 0.5]) == pytest.approx(1e8)
@@ -90,8 +83,10 @@ def test_crossover_lies_where_the_gain_is_one(load: Any) -> None:
     assert crossover([1e6, 1e9], [0.9, 0.5]) == 0.0
 
 
-def test_two_diloco_replicas_take_the_outer_step_computed_by_hand(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    diloco = load("rivals.diloco")
+def test_two_diloco_replicas_take_the_outer_step_computed_by_hand(
+    benchmarks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diloco = benchmarks("rivals.diloco")
     others_way = torch.tensor([3.0, 1.0])  # outer gradient of the other replica: common weights minus its own
 
     def add_the_other(flat: torch.Tensor) -> None:
@@ -146,8 +141,8 @@ def sweep(module: ModuleType, folder: Path, *words: str) -> Any:
     return module.Sweep(records, arguments, names)
 
 
-def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp_path: Path) -> None:
-    module = load("slow_network")
+def test_what_was_run_is_not_run_again_and_contestants_take_turns(benchmarks: Any, tmp_path: Path) -> None:
+    module = benchmarks("slow_network")
     with pytest.raises(SystemExit, match=r"no learning rate for ddp_bf16, zero_one_adam .*--tune"):
         sweep(module, tmp_path).compete(LabOfFormulas(), "gpt2")
     tuning = LabOfFormulas()
@@ -188,8 +183,10 @@ def test_what_was_run_is_not_run_again_and_contestants_take_turns(load: Any, tmp
     assert [line[-2:] for line in links] == [["0", "80.0% |"], ["3", "20.0% |"]]
 
 
-def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(load: Any, tmp_path: Path) -> None:
-    module = load("slow_network")
+def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(
+    benchmarks: Any, tmp_path: Path
+) -> None:
+    module = benchmarks("slow_network")
     lab = LabOfFormulas()
     sweep(module, tmp_path, "--tune").tune(lab, "gpt2")
     sweep(module, tmp_path, "--losses", "--seeds", "0", "1").learn(lab, "gpt2")
@@ -227,8 +224,10 @@ def test_times_come_from_curves_without_hosts_and_timed_steps_on_the_same_links(
     assert len(again.runs) == 6  # steps on other links do not count
 
 
-def test_advice_is_asked_for_once_at_every_rate(load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    module, lab = load("slow_network"), LabOfFormulas()
+def test_advice_is_asked_for_once_at_every_rate(
+    benchmarks: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, lab = benchmarks("slow_network"), LabOfFormulas()
     for _ in range(2):
         sweep(module, tmp_path, "--advise").advise(lab, "gpt2")
     assert [run[1] for run in lab.runs] == ["10mbit", "1gbit"]
@@ -240,8 +239,8 @@ def test_advice_is_asked_for_once_at_every_rate(load: Any, tmp_path: Path, capsy
     assert [line["advice"]["steps"] for line in lines] == [40, 40]
 
 
-def test_a_run_that_fails_is_named_and_the_others_go_on(load: Any, tmp_path: Path) -> None:
-    module = load("slow_network")
+def test_a_run_that_fails_is_named_and_the_others_go_on(benchmarks: Any, tmp_path: Path) -> None:
+    module = benchmarks("slow_network")
 
     class Failing(LabOfFormulas):
         def measure(self, run: Any) -> dict[str, Any]:
@@ -256,8 +255,8 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(load: Any, tmp_path: Pat
     assert len(lab.runs) == 5
 
 
-def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
-    tuning = load("slow_network")
+def test_learning_rates_come_from_runs_of_the_same_optimizer(benchmarks: Any) -> None:
+    tuning = benchmarks("slow_network")
     setting = {"task": "gpt2", "steps": 400, "replicas": 4, "size": "small"}
     rates = tuning.GRID
 
@@ -280,14 +279,14 @@ def test_learning_rates_come_from_runs_of_the_same_optimizer(load: Any) -> None:
     assert found.missing("one_bit_adam") == [] and found.best("one_bit_adam") == rates[1]
 
 
-def test_the_yardstick_is_tuned_by_roots_of_two(load: Any) -> None:
+def test_the_yardstick_is_tuned_by_roots_of_two(benchmarks: Any) -> None:
     setting = {"task": "gpt2", "steps": 400, "replicas": 4, "size": "yardstick"}
-    rates = load("slow_network").Tuning([], [], setting).rates
+    rates = benchmarks("slow_network").Tuning([], [], setting).rates
     assert all(1.3 < higher / lower < 1.5 for lower, higher in itertools.pairwise(rates))
 
 
-def test_sparse_loco_sends_the_largest_of_each_chunk_and_keeps_the_rest(load: Any) -> None:
-    sparse = load("rivals.diloco")
+def test_sparse_loco_sends_the_largest_of_each_chunk_and_keeps_the_rest(benchmarks: Any) -> None:
+    sparse = benchmarks("rivals.diloco")
     values = torch.randn(3, sparse.CHUNK, generator=torch.Generator().manual_seed(0))
     packet = sparse.pack(values)
     assert packet.dtype == torch.uint8
@@ -303,14 +302,14 @@ def test_sparse_loco_sends_the_largest_of_each_chunk_and_keeps_the_rest(load: An
         assert len(told[places].abs().unique()) == 2
 
 
-def test_the_cap_of_a_profile_is_found(load: Any) -> None:
-    lab = load("slow_network_lab")
+def test_the_cap_of_a_profile_is_found(benchmarks: Any) -> None:
+    lab = benchmarks("slow_network_lab")
 
     class Link:
         """A step takes 0.1 s and 10 Mbit, 60 % of which overlap with the computation."""
 
         def measure(self, run: Any) -> dict[str, Any]:
-            bits = load("hosts").bits_per_second(run.rate)
+            bits = benchmarks("hosts").bits_per_second(run.rate)
             exchange = 0.0 if bits is None or run.contestant == "alone" else max(0.0, 1e7 / bits - 0.06)
             return {"kinds": {"full": [11, 0.1 + exchange]}, "frame_bytes": 1e7 / 8 * run.steps}
 
@@ -320,13 +319,13 @@ def test_the_cap_of_a_profile_is_found(load: Any) -> None:
     )  # fmt: skip
     rate, share = lab.find_profile(Link(), run, 0.75)
     assert share == pytest.approx(0.75, abs=0.01)
-    assert load("hosts").bits_per_second(rate) == pytest.approx(1e7 / 0.36, rel=0.05)
+    assert benchmarks("hosts").bits_per_second(rate) == pytest.approx(1e7 / 0.36, rel=0.05)
 
 
 def test_rates_and_what_cannot_run(
-    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmarks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module, hosts = load("slow_network"), load("hosts")
+    module, hosts = benchmarks("slow_network"), benchmarks("hosts")
     assert hosts.bits_per_second("1.5gbit") == 1.5e9 and hosts.bits_per_second("unlimited") is None
     for wrong in ("fast", "0mbit", "-1mbit", "1.2.3gbit", "10"):
         with pytest.raises(ValueError, match=r"no rate; expected one such as 50mbit"):
@@ -335,7 +334,7 @@ def test_rates_and_what_cannot_run(
             module.parse_arguments(["--whole", wrong] if wrong[0] != "-" else [f"--whole={wrong}"])
     assert "'fast' is no rate" in capsys.readouterr().err
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert load("hosts").why_not() == "this user is not root"
+    assert benchmarks("hosts").why_not() == "this user is not root"
     missing = dataclasses.replace(module.ENTRIES["zero_one_adam"], needs="no_such_package")
     monkeypatch.setitem(module.ENTRIES, "zero_one_adam", missing)
     assert module.available(["zero_one_adam", "bin_sgdm"]) == ["ddp_bf16", "bin_sgdm"]
@@ -343,8 +342,8 @@ def test_rates_and_what_cannot_run(
 
 
 @pytest.fixture
-def leaves_no_hosts(load: Any) -> Iterator[None]:
-    if (missing := load("hosts").why_not()) is not None:
+def leaves_no_hosts(benchmarks: Any) -> Iterator[None]:
+    if (missing := benchmarks("hosts").why_not()) is not None:
         pytest.skip(missing)
     yield
 
@@ -379,12 +378,12 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     assert measured is not None and 0 < float(measured[1]) < 0.02  # slower than the links of the runs before
 
 
-def test_advice_is_of_the_steps_that_were_measured(load: Any, tmp_path: Path) -> None:
+def test_advice_is_of_the_steps_that_were_measured(benchmarks: Any, tmp_path: Path) -> None:
     """``plan_check.py`` predicts whole runs with the settings, DDP's buckets included, of the timed steps."""
-    check = load("plan_check")
-    records = load("records").read_records(ROOT / "benchmarks" / "results" / "slow_network.jsonl")
+    check = benchmarks("plan_check")
+    records = benchmarks("records").read_records(ROOT / "benchmarks" / "results" / "slow_network.jsonl")
     lines = [line for line in records if line.get("run", {}).get("size") == "yardstick"]
-    (setting,) = load("slow_network_table").settings(lines, [0.05])
+    (setting,) = benchmarks("slow_network_table").settings(lines, [0.05])
     model = check.Predictions(setting, tmp_path)
     machine = check.Machine(latency=1e-3, sending=0.0, exchange=1e-3, step=1e-3)
     baseline = next(run for run in model.runs("unlimited", machine) if run.choice.name == check.BASELINE)
