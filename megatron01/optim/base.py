@@ -714,7 +714,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         Raises:
             UserError: if the exchange of these gradients has been started.
         """
-        if self._early.has_opened:
+        if self._early.opened is not None:
             raise UserError(
                 "zero_grad() was called between a backward pass, which has started the exchange of its gradients, and"
                 " step(), so they cannot be left out: go on from a checkpoint, with overlap=False where a batch may be"

@@ -124,6 +124,8 @@ class NormRatio:
         same_data: detects replicas whose gradients are all the same.
 
     Attributes:
+        value: r; 1 where it does not apply, or before the first full step.
+        is_known: True after a full step, if r applies.
         applies: True if norms are estimated, with more than one replica.
     """
 
@@ -133,17 +135,13 @@ class NormRatio:
         self._num_replicas = num_replicas
         self.applies = applies and num_replicas > 1
         self._same_data = same_data
-        self._measured = 0.0  # before the first full step
+        self._set(0.0)
 
-    @property
-    def is_known(self) -> bool:
-        """True after a full step, if r applies."""
-        return self.applies and self._measured > 0.0
-
-    @property
-    def value(self) -> float:
-        """r; 1 if it is not known."""
-        return self._measured if self.is_known else 1.0
+    def _set(self, measured: float) -> None:
+        """Set r as measured; 0 before the first full step."""
+        self._measured = measured
+        self.is_known = self.applies and measured > 0.0
+        self.value = measured if self.is_known else 1.0
 
     def measured(self, norm_of_mean: float, square_sum: float) -> None:
         """Record a full step; ``square_sum`` is the sum of the replicas' squared norms, the same on all."""
@@ -153,7 +151,7 @@ class NormRatio:
             return
         # the mean is rounded to its wire type, so it may come out longer
         ratio = min(1.0, norm_of_mean / math.sqrt(square_sum / self._num_replicas))
-        self._measured = self._OLD_SHARE * self._measured + (1.0 - self._OLD_SHARE) * ratio if self._measured else ratio
+        self._set(self._OLD_SHARE * self._measured + (1.0 - self._OLD_SHARE) * ratio if self._measured else ratio)
 
     def scalars(self) -> list[float]:
         """Numbers from which ``load_scalars`` continues: r, or 0 where it is not known, and n."""
@@ -161,12 +159,11 @@ class NormRatio:
 
     def load_scalars(self, scalars: Iterator[float]) -> None:
         """Load them; those of another number of replicas are converted."""
-        self._measured, saved, n = next(scalars), next(scalars), self._num_replicas
-        if n == 1:
-            self._measured = 0.0
-        elif self._measured and saved != n:
-            signal = max(0.0, (self._measured * self._measured * saved - 1.0) / (saved - 1.0))
-            self._measured = math.sqrt(signal + (1.0 - signal) / n)
+        value, saved, n = next(scalars), next(scalars), self._num_replicas
+        if n > 1 and value and saved != n:
+            signal = max(0.0, (value * value * saved - 1.0) / (saved - 1.0))
+            value = math.sqrt(signal + (1.0 - signal) / n)
+        self._set(value if n > 1 else 0.0)
 
 
 class GradientSource:

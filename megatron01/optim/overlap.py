@@ -50,6 +50,9 @@ class EarlyStart:
 
     Args:
         layout: of the flat buffer.
+
+    Attributes:
+        opened: what the backward pass of this step has started to send, if anything.
     """
 
     def __init__(self, layout: FlatParameters) -> None:
@@ -82,11 +85,6 @@ class EarlyStart:
         """True if buckets may have been sent before a step begins."""
         return self._open is not None
 
-    @property
-    def has_opened(self) -> bool:
-        """True if the backward pass of this step has started an exchange."""
-        return self._opened is not None
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context in which gradients are only accumulated, and nothing is sent."""
@@ -104,7 +102,7 @@ class EarlyStart:
     def end_step(self) -> None:
         """Reset after an optimizer step: the next gradient belongs to the next step."""
         self._asked = False
-        self._opened: Opened | None = None
+        self.opened: Opened | None = None
         self._opened_plan = _Plan([], [], [])
         self._next = 0
         self._missing: list[int] = []
@@ -124,12 +122,12 @@ class EarlyStart:
             assert self._open is not None
             self._asked = True
             with torch.no_grad():
-                self._opened = self._open()
-            if self._opened is not None:
-                self._opened_plan = self._plan(self._opened.buckets)
+                self.opened = self._open()
+            if self.opened is not None:
+                self._opened_plan = self._plan(self.opened.buckets)
                 expected = np.array([p.tensor.requires_grad for p in self._layout.parameters])
                 self._missing = [int(expected[part].sum()) for part in self._opened_plan.members]
-        if self._opened is None:
+        if self.opened is None:
             return
         self._require_last_hook(index)
         if self._seen[index]:
@@ -146,11 +144,11 @@ class EarlyStart:
             bucket = order[self._next]
             with torch.no_grad():
                 # on the stream that has made them: it takes their memory anew as soon as they are copied
-                self._layout.gather_gradients(self._opened.buckets[bucket])
+                self._layout.gather_gradients(self.opened.buckets[bucket])
                 if self._stream is not None:
                     self._stream.wait_stream(torch.cuda.current_stream(self._layout.device))
                 with torch.cuda.stream(self._stream):
-                    self._opened.send(bucket)
+                    self.opened.send(bucket)
             self._next += 1
 
     def _require_last_hook(self, index: int) -> None:
