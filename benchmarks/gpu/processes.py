@@ -115,7 +115,11 @@ def runs(report: Report) -> None:
                 "a rank killed": pool.submit(_killed, folder),
                 "resume, one process": pool.submit(_resumed, folder, "one", 1, []),
                 "resume, one process, deterministic": pool.submit(_resumed, folder, "same", 1, ["--deterministic"]),
+                "resume, one process, fp16": pool.submit(_resumed, folder, "fp16", 1, ["--precision", "fp16"]),
                 "resume, two processes": pool.submit(_resumed, folder, "two", 2, []),
+                "resume, two processes, sharded optimizer": pool.submit(
+                    _resumed, folder, "sharded", 2, ["--replica", "node", "--shard-optimizer"]
+                ),
             }
             for title, future in found.items():
                 report.attempt(title, future.result)
