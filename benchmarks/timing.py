@@ -84,17 +84,18 @@ def stopwatch_of(device: torch.device) -> Stopwatch:
 
 
 def device_seconds(function: Callable[[], Any], device: torch.device, repetitions: int) -> tuple[float, float]:
-    """Median seconds of a call: on the device, and until it returns to the host. The first call is warm-up."""
-    stopwatch, found = stopwatch_of(device), []
-    for _ in range(repetitions + 1):
-        stopwatch.read()
+    """Median seconds of a call: on the device, and until it returns to the host. The first call is warm-up.
+
+    A GPU has the next call in its queue before one ends, so that the time in which the host launches it does not count.
+    """
+    stopwatch, host = stopwatch_of(device), []
+    for number in range(repetitions + 1):
         start = time.perf_counter()
-        with stopwatch.phase("call"):
+        with stopwatch.phase(str(number)):
             function()
-        host = time.perf_counter() - start
-        found.append((stopwatch.read()["call"], host))
-    seconds, host_seconds = (median(times) for times in zip(*found[1:], strict=True))
-    return seconds, host_seconds
+        host.append(time.perf_counter() - start)
+    seconds = stopwatch.read()
+    return median(seconds[str(number)] for number in range(1, repetitions + 1)), median(host[1:])
 
 
 def time_flat_optimizer(optimizer: Any, stopwatch: Stopwatch) -> None:
