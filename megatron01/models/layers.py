@@ -14,7 +14,7 @@ no communication happens twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -285,12 +285,20 @@ def computed_again(
     return saved_tensors_hooks(pack, unpack)
 
 
+def fusible_gelu(values: torch.Tensor) -> torch.Tensor:
+    """``F.gelu`` in its tanh form, as x sigmoid(2 y) = x (1 + tanh y) / 2: half the instructions of a compiled tanh."""
+    wide = values.float()
+    doubled = wide * (1.5957691216057308 + 0.07135481627260025 * (wide * wide))  # 2 sqrt(2 / pi) (x + 0.044715 x^3)
+    return (wide * torch.sigmoid(doubled)).to(values.dtype)
+
+
 class MLP(nn.Module):
     """Two projections with a GELU between them."""
 
     def __init__(self, config: ModelConfig, *, gelu: GeluForm) -> None:
         super().__init__()
-        self.gelu = partial(F.gelu, approximate=gelu)
+        self.gelu_form = gelu
+        self.gelu: Callable[[torch.Tensor], torch.Tensor] = partial(F.gelu, approximate=gelu)
         self.is_selective = config.recompute_activations == "selective"
         self.dense_h_to_4h = nn.Linear(config.hidden_size, config.feed_forward_size)
         self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
@@ -304,6 +312,30 @@ class MLP(nn.Module):
             return output
 
 
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """The permutation of 32-bit words known as lowbias32 (C. Wellons, "Prospecting for Hash Functions"), for int32."""
+    for factor, shift in ((0x7FEB352D, 16), (0x846CA68B - 2**32, 15)):
+        words = (words ^ ((words >> shift) & (2 ** (32 - shift) - 1))) * factor  # a logical shift; modulo 2^32
+    return words ^ ((words >> 16) & 0xFFFF)
+
+
+class HashedDropout(nn.Dropout):
+    """``nn.Dropout`` that, given a key, takes its mask from a hash of the key and each element's number.
+
+    For compiled layers: the hash is fused with the operations around it, and takes a fifth of the instructions of
+    torch's generator, which would be computed twice for each element, as the backward pass makes the mask again.
+    """
+
+    def forward(self, values: torch.Tensor, key: torch.Tensor | None = None) -> torch.Tensor:
+        """Any shape of fewer than 2^31 elements, to the same; ``key``: int32[2], random, or None for torch's mask."""
+        if key is None or not self.training:
+            return super().forward(values)
+        numbers = torch.arange(values.numel(), dtype=torch.int32, device=values.device).view(values.shape)
+        words = _mix(_mix(numbers ^ key[0]) ^ key[1])  # uniform in [-2^31, 2^31)
+        is_kept = words >= int((self.p - 0.5) * 2**32)
+        return torch.where(is_kept, values * (1.0 / (1.0 - self.p)), 0.0)
+
+
 class TransformerLayer(nn.Module):
     """Attention and MLP around a residual stream, each with its norm before it (pre) or after the sum (post)."""
 
@@ -315,7 +347,7 @@ class TransformerLayer(nn.Module):
         self.attention_norm = layer_norm(config)
         self.mlp = MLP(config, gelu=gelu)
         self.mlp_norm = layer_norm(config)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = HashedDropout(config.hidden_dropout)
 
     def forward(
         self,
@@ -323,22 +355,28 @@ class TransformerLayer(nn.Module):
         attention_mask: torch.Tensor | None,
         cache: LayerCache | None = None,
         rows: TokenRows | None = None,
-    ) -> torch.Tensor:
-        """(b, s, h), or with ``rows`` (t, h), to the same shape. Arguments as of ``Transformer.forward``."""
+        keys: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(b, s, h), or with ``rows`` (t, h), to the same shape. Arguments as of ``Transformer.forward``.
+
+        Also returns the sum after the attention, without a gradient. An output of a compiled layer is stored; else its
+        backward pass would compute that sum again, and write it in fp32 for the norm.
+
+        ``keys``: int32[2, 2], of both dropouts; see ``HashedDropout``.
+        """
+        first, second = (None, None) if keys is None else keys.unbind()
         if self.norm_placement == "pre":
             normed = self.attention_norm(hidden)
             with computed_again(normed, self.attention_norm, hidden, enabled=self.is_selective):
                 attended = self.attention(normed, attention_mask, cache, rows)
-            hidden = hidden + self.dropout(attended)
-            normed = self.mlp_norm(hidden)
-            with computed_again(normed, self.mlp_norm, hidden, enabled=self.is_selective):
-                hidden = hidden + self.dropout(self.mlp(normed))
-            return hidden
-        before = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows))
-        hidden = self.attention_norm(before)
-        with computed_again(hidden, self.attention_norm, before, enabled=self.is_selective):
-            hidden = self.mlp_norm(hidden + self.dropout(self.mlp(hidden)))
-        return hidden
+            middle = hidden + self.dropout(attended, first)
+            normed = self.mlp_norm(middle)
+            with computed_again(normed, self.mlp_norm, middle, enabled=self.is_selective):
+                return middle + self.dropout(self.mlp(normed), second), middle.detach()
+        middle = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows), first)
+        hidden = self.attention_norm(middle)
+        with computed_again(hidden, self.attention_norm, middle, enabled=self.is_selective):
+            return self.mlp_norm(hidden + self.dropout(self.mlp(hidden), second)), middle.detach()
 
 
 class Transformer(nn.Module):
@@ -346,6 +384,9 @@ class Transformer(nn.Module):
 
     With ``recompute_activations`` full only each layer's input is kept for the backward pass, which runs the layer
     again with the same random numbers for dropout.
+
+    Attributes:
+        hashes_dropout: draw keys for the dropout of layers; see ``HashedDropout``.
     """
 
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
@@ -353,6 +394,7 @@ class Transformer(nn.Module):
         if TorchVersion(torch.__version__) < _CUDNN_SINCE:
             torch.backends.cuda.enable_cudnn_sdp(False)
         self.recomputes_layers = config.recompute_activations == "full"
+        self.hashes_dropout = False
         self.layers = nn.ModuleList(
             TransformerLayer(config, causal=causal, gelu=gelu, norm_placement=norm_placement)
             for _ in range(config.num_layers)
@@ -377,16 +419,27 @@ class Transformer(nn.Module):
                 axis is then n + s.
             rows: positions of ``hidden`` in the batch, if padding is left out.
         """
+        keys: Sequence[torch.Tensor | None] = [None] * len(self.layers)
+        if self.hashes_dropout and self.training:
+            # 16 bytes a layer, the alignment that the compiler expects
+            keys = torch.randint(
+                -(2**31), 2**31, (len(self.layers), 2, 2), dtype=torch.int32, device=hidden.device
+            ).unbind()
         for index, layer in enumerate(self.layers):
             if self.recomputes_layers and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, attention_mask, None, rows, use_reentrant=False)
+                hidden, _ = checkpoint(layer, hidden, attention_mask, None, rows, keys[index], use_reentrant=False)
             else:
-                hidden = layer(hidden, attention_mask, None if cache is None else cache.layers[index], rows)
+                layer_cache = None if cache is None else cache.layers[index]
+                hidden, _ = layer(hidden, attention_mask, layer_cache, rows, keys[index])
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
 
-def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "inductor") -> bool:
+def compile_layers(
+    model: nn.Module, *, backend: str | Callable[..., Any] = "inductor", hashes_dropout: bool = True
+) -> bool:
     """Compile each ``TransformerLayer`` of a model, and the softmax of its loss, in place; False if it has no layer.
+
+    ``hashes_dropout``: see ``HashedDropout``; not for tensor-parallel models, whose ranks draw numbers of their own.
 
     All layers share one compilation. A layer is the unit so that its gradients are ready after its own backward pass:
     those of a model compiled as a whole are ready only at the end, and no exchange overlaps. Parameters keep
@@ -399,9 +452,13 @@ def compile_layers(model: nn.Module, *, backend: str | Callable[..., Any] = "ind
         model.leaves_out_padding = False  # type: ignore[assignment]  # of Bert, a bool
     for layer in layers:
         layer.compile(backend=backend)
-    for module in model.modules():
-        if isinstance(module, VocabularyLoss) and backend == "inductor":  # others fuse nothing
+    for module in model.modules() if backend == "inductor" else ():  # others fuse nothing
+        if isinstance(module, VocabularyLoss):
             module.compiles_softmax = True
+        elif isinstance(module, Transformer):
+            module.hashes_dropout = hashes_dropout
+        elif isinstance(module, MLP) and module.gelu_form == "tanh":
+            module.gelu = fusible_gelu
     # else DistributedDataParallel splits each layer's graph at the ends of its buckets
     torch._dynamo.config.optimize_ddp = False
     return True

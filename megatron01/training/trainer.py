@@ -256,7 +256,7 @@ class Trainer:
     def _set_up_arithmetic(self, compiles: bool) -> str:
         """Compile layers, or, on request, a model without such as a whole; returns a description for the log."""
         training, words = self.config.training, []
-        if compiles and compile_layers(self.model):
+        if compiles and compile_layers(self.model, hashes_dropout=self.tp_ranks.size == 1):
             words.append("layers compiled")
         elif self.config.model.torch_compile:
             self.loss_module.compile()

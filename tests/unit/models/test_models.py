@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, padded_vocab_size
-from megatron01.models.layers import _CUDNN_SINCE, SelfAttention, compile_layers
+from megatron01.models.layers import _CUDNN_SINCE, HashedDropout, SelfAttention, compile_layers
 from megatron01.training.pretrain import _deterministic
 from tests.tiers import slow_after
 from tests.triton_setup import DEVICE
@@ -38,8 +38,10 @@ def total_loss(model: GPT2 | Bert, batch: dict[str, torch.Tensor]) -> torch.Tens
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputed_activations_give_the_same_gradients(gpt_config, bert_config, gpt_batch, bert_batch, kind, dropout):
+@pytest.mark.parametrize(("dropout", "is_hashed"), [(0.0, False), (0.3, False), (0.3, True)])
+def test_recomputed_activations_give_the_same_gradients(
+    gpt_config, bert_config, gpt_batch, bert_batch, kind, dropout, is_hashed
+):
     results = []
     for recompute in ("none", "full", "selective"):
         changes = {"recompute_activations": recompute, "hidden_dropout": dropout, "attention_dropout": dropout}
@@ -48,6 +50,7 @@ def test_recomputed_activations_give_the_same_gradients(gpt_config, bert_config,
         else:
             model = Bert(bert_config(norm_placement=kind, **changes), 53, binary_head=True)
             batch = bert_batch()
+        model.transformer.hashes_dropout = is_hashed
         torch.manual_seed(3)
         loss = total_loss(model, batch)
         result = gradients(model, loss) | {"loss": loss.detach()}
@@ -63,6 +66,64 @@ def test_dropout_is_active_in_training_only(gpt_config, gpt_batch):
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
+
+
+def new_key() -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32)
+
+
+def deviations(shares: torch.Tensor | float, probability: float, count: int) -> torch.Tensor:
+    """How far shares of ``count`` independent events are from their probability, in standard deviations."""
+    return (torch.as_tensor(shares) - probability) / (probability * (1 - probability) / count) ** 0.5
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.5, 0.9])
+def test_hashed_dropout(probability):
+    """Elements are dropped with the probability, independently of neighbors, of the key before and of one near it."""
+    torch.manual_seed(5)
+    dropout, values = HashedDropout(probability), torch.ones(64, 64, 64)
+    keys = [new_key() for _ in range(20)]
+    keys += [key + torch.tensor([0, 1], dtype=torch.int32) for key in keys]
+    dropped = torch.stack([dropout(values, key).flatten() == 0 for key in keys])
+    count, both = values.numel(), probability**2
+    assert deviations(dropped.float().mean(1), probability, count).abs().max() < 5
+    for lag in (1, 2, 31, 32, 64, 4096):
+        pairs = (dropped[:, lag:] & dropped[:, :-lag]).float().mean(1)
+        assert deviations(pairs, both, count - lag).abs().max() < 5, lag
+    for one, other in ((dropped[:-1], dropped[1:]), (dropped[:20], dropped[20:])):
+        assert deviations((one & other).float().mean(1), both, count).abs().max() < 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hashed_dropout_scales_and_has_the_gradient_of_its_mask(dtype):
+    values = torch.randn(3, 5, 7).to(dtype).requires_grad_()
+    dropout, key = HashedDropout(0.25), new_key()
+    output = dropout(values, key)
+    assert output.dtype == dtype and 0 < output.count_nonzero() < output.numel()
+    torch.testing.assert_close(output, torch.where(output == 0, 0.0, values / 0.75))
+    (gradient,) = torch.autograd.grad(output.sum(), values)
+    torch.testing.assert_close(gradient, torch.where(output == 0, 0.0, torch.full_like(values, 1 / 0.75)))
+    assert torch.equal(output, dropout(values, key)) and torch.equal(dropout.eval()(values, key), values)
+
+
+def test_keys_of_dropout_are_new_in_each_pass_and_layer(gpt_config, gpt_batch):
+    """They are drawn from torch's generator, and only in training."""
+    model = GPT2(gpt_config(hidden_dropout=0.3), 53)
+    model.transformer.hashes_dropout = True
+    seen = []
+    for layer in model.transformer.layers:
+        layer.dropout.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        model.loss(**gpt_batch())
+        model.loss(**gpt_batch())
+    keys = torch.stack(seen).view(3, -1, 2)
+    assert torch.equal(keys[0], keys[1])
+    assert len(keys[[0, 2]].view(-1, 2).unique(dim=0)) == 2 * keys.shape[1]
+    model.eval()
+    before = torch.get_rng_state()
+    assert torch.equal(model.loss(**gpt_batch()), model.loss(**gpt_batch()))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_gpt2_is_causal(gpt_config, gpt_batch):
