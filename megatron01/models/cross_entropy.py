@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -64,24 +64,38 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_w
     return losses
 
 
-def fusible_cross_entropy(
-    logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None
-) -> Tensor:
-    """As ``cross_entropy``, in operations that a compiler fuses into two passes over the logits."""
-    real = logits[:, :vocab_size].float()
-    log_sums = real.logsumexp(1, keepdim=True)
-    losses = (log_sums - real.gather(1, labels[:, None]))[:, 0]
+def log_sums(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None) -> Tensor:
+    """log of the sum of exp(logits) of each token, (n,) fp32; arguments, and the gradient, as of ``cross_entropy``.
+
+    A compiler makes one kernel of these operations over whole rows, whose programs keep their row in the cache. It
+    would make several with a slice or a gather among them.
+    """
+    columns = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+    real = torch.where(columns < vocab_size, logits.float(), -torch.inf)
+    sums = real.logsumexp(1, keepdim=True)
     if gradient_weights is not None:
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        probabilities = (logits.float() - log_sums).exp() - (columns == labels[:, None]).float()
-        logits.copy_(torch.where(columns < vocab_size, probabilities * gradient_weights[:, None], 0.0))
-    return losses
+        one_hot = (columns == labels[:, None].int()).float()
+        logits.copy_(((real - sums).exp() - one_hot) * gradient_weights[:, None])
+    return sums[:, 0]
 
 
 @cache
-def _compiled_cross_entropy() -> Callable[..., Tensor]:
-    """``fusible_cross_entropy``, compiled for all models: one that held it could not be pickled."""
-    return torch.compile(fusible_cross_entropy)
+def _compiled_log_sums() -> Callable[..., Tensor]:
+    """``log_sums``, compiled for all models: one that held it could not be pickled."""
+    return torch.compile(log_sums)
+
+
+def fusible_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    gradient_weights: Tensor | None = None,
+    log_sums: Callable[..., Tensor] = log_sums,
+) -> Tensor:
+    """As ``cross_entropy``, by ``log_sums``, which may be compiled."""
+    own = logits[:, :vocab_size].gather(1, labels[:, None])[:, 0].float()  # refuses a padding id
+    return log_sums(logits, labels, vocab_size=vocab_size, gradient_weights=gradient_weights) - own
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -160,7 +174,7 @@ class VocabularyLoss(nn.Module):
 
     Attributes:
         chunk_bytes: of logits in memory at once; ``CHUNK_BYTES`` of the device if None.
-        compiles_softmax: compute ``token_losses`` by ``fusible_cross_entropy``, compiled.
+        compiles_softmax: compute ``token_losses`` by ``fusible_cross_entropy`` with ``log_sums`` compiled.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -171,7 +185,9 @@ class VocabularyLoss(nn.Module):
 
     def token_losses(self, logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
         """As ``cross_entropy``: (n, V), (n,), (n,) or None -> (n,) fp32. Tensor-parallel ranks have another."""
-        function = _compiled_cross_entropy() if self.compiles_softmax else cross_entropy
+        function = cross_entropy
+        if self.compiles_softmax:
+            function = partial(fusible_cross_entropy, log_sums=_compiled_log_sums())
         return function(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
     # Its loops depend on the number of tokens, which for BERT differs from batch to batch. torch.compiler.disable does
