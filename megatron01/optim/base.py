@@ -412,7 +412,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         step, loss_scale = self.step_count, self._begin_step()
         plan = self._plan(step)  # t in T_v, t in T_u
         unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
-        may_defer = not self._is_single and (self._defers or not plan.synchronizes)
+        # a single replica calls off a synchronization that has no gradient
+        may_defer = not plan.synchronizes or (self._defers and not self._is_single)
         found = self._gradients.find(plan.averages, loss_scale, unsent, may_defer=may_defer)  # g; its mean in T_v
         # without a mean the status is of this node alone; the next exchange sends it to the others
         if plan.averages and found.status is Status.GIVING_UP:
@@ -528,8 +529,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             self._guard.record_deferred(found.norm, called_off=skipped)
         elif not self.is_pending:
             self._guard.record(overflow_here=found.overflow_here, skipped=skipped)
-            if self._is_single and self._guard.status() is Status.GIVING_UP:
-                self._give_up()
+        if self._is_single and self._guard.gives_up:
+            self._give_up()
         kind: StepKind = "full" if plan.averages else self._exchange_kind if plan.synchronizes else "local"
         if self._sharded is not None:
             self._sharded.all_gather_weights()

@@ -128,7 +128,12 @@ class OverflowGuard:
         ``own`` is that of this replica's gradient (fp32[] if a tensor).
         """
         self._catch_up()
-        return Status.GIVING_UP if self._skipped_in_a_row >= self._max_skipped_steps else own
+        return Status.GIVING_UP if self.gives_up else own
+
+    @property
+    def gives_up(self) -> bool:
+        """True if too many steps in a row were skipped; a deferred norm is not read."""
+        return self._skipped_in_a_row >= self._max_skipped_steps
 
     def record(self, *, overflow_here: bool, skipped: bool) -> None:
         """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""

@@ -103,3 +103,9 @@ def test_steps_without_a_mean_read_nothing_that_has_just_been_computed(model: st
         # nor does a 1-bit step, except received headers (``tolist``, not counted) and the compression watch's norms
         watched, *others = [reads - known for kind, reads, known in steps if kind == "one_bit"]
         assert watched > 0 and others and not any(others), (watched, others)
+
+
+def test_local_steps_of_a_single_replica_read_nothing_that_has_just_been_computed() -> None:
+    (steps,) = run_ranks(reads_by_kind, 1, "gpt", "bf16")
+    local = [(reads, known) for kind, reads, known in steps if kind == "local"]
+    assert len(local) > STEPS // 2 and all(reads == known for reads, known in local), local

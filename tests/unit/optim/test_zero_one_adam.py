@@ -261,6 +261,24 @@ def test_steps_are_skipped_and_the_loss_scale_falls_when_a_gradient_is_not_finit
         optimizer.step()
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_single_replica_gives_up_in_local_steps_whose_norm_is_read_late(backend: str) -> None:
+    """A step without a finite gradient changes nothing; the fifth in a row ends the run, or the one after it."""
+    parameter = nn.Parameter(torch.ones(40))
+    options = {"variance_freeze_step": 2, "sync_policy": "constant:100", "max_skipped_steps": 5}
+    optimizer = ZeroOneAdam([parameter], 0.01, backend=backend, **options)
+    for step in range(6):
+        parameter.grad = torch.full((40,), 1.0 + step)
+        optimizer.step()
+    before = parameter.clone()
+    with pytest.raises(TrainingDiverged, match="5 steps in a row"):
+        for _ in range(6):
+            parameter.grad = torch.full((40,), math.nan)
+            optimizer.step()
+            assert torch.equal(parameter, before) and optimizer.last_step.planned_kind == "local"
+    assert torch.equal(parameter, before)
+
+
 def test_clipping_bounds_the_momentum() -> None:
     parameter = nn.Parameter(torch.zeros(100))
     optimizer = ZeroOneAdam([parameter], 0.1, max_grad_norm=2.0)
