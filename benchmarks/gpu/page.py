@@ -93,6 +93,9 @@ def _rates(findings: Findings) -> str:
     return markdown([["kernel", "GB/s", "of a copy", "host, ms"], *rows])
 
 
+_ONLY_IN_JSON = ("runtime", "longest kernels, us")
+
+
 def _step(findings: Findings) -> str:
     rows, counts = [], []
     for name, found in findings.items():
@@ -103,7 +106,8 @@ def _step(findings: Findings) -> str:
             rows.append([kind, *map(_ms, times), f"{found['arithmetic_planned_over_measured']:.2f}"])
             phases = [phase.replace("_", " + ") for phase in seconds]
         elif "failed" not in found:
-            counts.append([name, ", ".join(f"{key} {value}" for key, value in found.items() if key != "kind")])
+            shown = {key: value for key, value in found.items() if key not in ("kind", *_ONLY_IN_JSON)}
+            counts.append([name, ", ".join(f"{key} {value}" for key, value in shown.items())])
     if not rows:
         return ""
     header = ["step, ms", *phases, "step", "host", "arithmetic, planned / measured"]
