@@ -438,8 +438,9 @@ class TritonKernels:
         )
 
     def _run_blocks(self, kernel: Any, count: int, block_size: int, *arguments: Any, **constants: Any) -> None:
-        blocks = max(1, self._size // block_size)
-        warps = min(32, max(1, blocks * block_size // 1024))
+        # a warp takes two blocks of the usual size: with one it has too few loads on their way
+        blocks = max(1, 2 * self._size // block_size)
+        warps = min(32, max(1, blocks * block_size // 2048))
         self._launch(kernel, (-(-count // blocks),), warps, *arguments, **constants, BLOCKS=blocks, LENGTH=block_size)
 
     def _launch(self, kernel: Any, grid: tuple[int], warps: int, *arguments: Any, **constants: Any) -> None:
