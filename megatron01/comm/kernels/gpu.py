@@ -8,8 +8,8 @@ A program takes ``BLOCKS`` consecutive blocks, as tensors of the shape [BLOCKS, 
 is one block where blocks are large; of small ones it takes several, so that no warp idles. Reductions are over axes of
 length 2, so that their order is that of the specification whatever the layout of a tensor over threads. bf16 is read
 and written as 16-bit integers: rounding is then the same everywhere, in Triton's interpreter too. Codes of 4 and 8 bits
-are read and written as bytes, [BLOCKS, codes in a byte, bytes]. Kernels over whole rows take chunks of elements; each
-program adds its part of a checksum by an atomic, and the last one writes it.
+are read and written in words, as [BLOCKS, codes in a byte, words, bytes]. Kernels over whole rows take chunks of
+elements; each program adds its part of a checksum by an atomic, and the last one writes it.
 
 Memory traffic per element is that of the compiled CPU kernels: compressing reads value and error, writes value, and
 adds a bit each for the mask and the sign; reducing n rows reads n bits and a mask bit, and reads and writes the error.
@@ -210,23 +210,35 @@ def signed_by(words, scale):
 
 
 @triton.jit
+def level_squares(mantissas, BITS: tl.constexpr):
+    """fp32: squares of the middles of levels, of which ``mantissas`` (int32) have the bits at the top of a mantissa.
+
+    Numbers in [1, 2) with these bits take fewer instructions than levels converted to fp32.
+    """
+    root = (mantissas | (0x3F800000 | (1 << (23 - BITS)))).to(tl.float32, bitcast=True) - 1.0
+    return root * root
+
+
+@triton.jit
 def level_values(codes, scale, BITS: tl.constexpr):
-    """fp32: decoded codes (int32[BLOCKS, .., ..]) of ``BITS`` bits, with the scale fp32[BLOCKS]."""
-    HALF: tl.constexpr = 1 << (BITS - 1)
-    root = ((codes & (HALF - 1)).to(tl.float32) + 0.5) * (1.0 / HALF)
-    size = scale[:, None, None] * (root * root)
-    return tl.where(codes < HALF, size, size * -1.0)
+    """fp32: codes (int32[BLOCKS, .., ..]) decoded with the scale fp32[BLOCKS]; bits above ``BITS`` may be anything."""
+    top = codes << (32 - BITS)
+    flips = top & -0x80000000
+    signed_scale = (scale.to(tl.int32, bitcast=True)[:, None, None] ^ flips).to(tl.float32, bitcast=True)
+    return signed_scale * level_squares((top & 0x7FFFFFFF) >> 8, BITS)
 
 
 @triton.jit
 def level_codes(total, scale, BITS: tl.constexpr):
-    """int32[BLOCKS, WORDS, 32]: the codes of ``total``."""
+    """[BLOCKS, WORDS, 32]: the codes of ``total``, int32, and what they are decoded to, fp32."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     whole = tl.where(scale > 0.0, 1.0, 0.0)
     inverse = tl.div_rn(whole, tl.where(scale > 0.0, scale, 1.0))
     place = tl.sqrt_rn(tl.abs(total) * inverse[:, None, None]) * (HALF * 1.0)
     level = tl.where(place < HALF - 1.0, place, HALF - 1.0).to(tl.int32)
-    return tl.where(total >= 0.0, level, level + HALF)
+    size = scale[:, None, None] * level_squares(level << (24 - BITS), BITS)
+    positive = total >= 0.0
+    return tl.where(positive, level, level + HALF), tl.where(positive, size, size * -1.0)
 
 
 @triton.jit
@@ -236,48 +248,39 @@ def scales_of(rows):
 
 
 @triton.jit
-def bytes_of(rows):
-    """Pointer to uint8."""
-    return rows.to(tl.pointer_type(tl.uint8))
-
-
-@triton.jit
 def code_places(row_start, codes_at, index, BITS: tl.constexpr, WORDS: tl.constexpr):
-    """int64[BLOCKS, bytes]: places of the bytes of codes."""
-    BYTES: tl.constexpr = WORDS * WORD_BITS * BITS // 8
-    return (row_start + codes_at + index.to(tl.int64) * BYTES)[:, None] + tl.arange(0, BYTES)[None, :]
+    """int64[BLOCKS, WORDS * BITS]: places of the words of codes."""
+    return ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS * BITS)
 
 
 @triton.jit
-def load_codes(
-    rows,
-    row_start,
-    index,
-    inside,
-    codes_at,
-    BITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
-):
-    """fp32[BLOCKS, WORDS, 32]: decoded packed blocks.
+def code_shifts(BITS: tl.constexpr):
+    """int32[1, codes in a byte, 1, 4]: how far up the codes are in each byte of a word."""
+    return (tl.arange(0, 8 // BITS) * BITS)[None, :, None, None] + (tl.arange(0, 4) * 8)[None, None, None, :]
+
+
+@triton.jit
+def load_codes(rows, row_start, index, inside, codes_at, BITS: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr):
+    """int32[BLOCKS, WORDS * BITS], the words of packed blocks, and fp32[BLOCKS], their scales.
 
     Block ``index`` (int32[BLOCKS]) of the row that starts at byte ``row_start`` (int64[BLOCKS]), and whose codes start
     ``codes_at`` bytes later. ``rows`` are int32, as in all kernels.
     """
+    words = tl.load(rows + code_places(row_start, codes_at, index, BITS, WORDS), mask=inside[:, None], other=0)
     scale = tl.full(index.shape, 1.0, tl.float32)
     if SCALED:
-        stored = tl.load(scales_of(rows) + row_start // 2 + index, mask=inside, other=0)
-        scale = from_bf16_bits(stored)
+        scale = from_bf16_bits(tl.load(scales_of(rows) + row_start // 2 + index, mask=inside, other=0))
+    return words, scale
+
+
+@triton.jit
+def code_values(words, scale, BITS: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr):
+    """fp32[BLOCKS, WORDS, 32]: what ``load_codes`` gave, decoded."""
     if BITS == 1:
-        places = ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS)
-        says = signed_by(tl.load(rows + places, mask=inside[:, None], other=0), scale)
+        return signed_by(words, scale)
     else:
-        places = code_places(row_start, codes_at, index, BITS, WORDS)
-        shared = tl.load(bytes_of(rows) + places, mask=inside[:, None], other=0).to(tl.int32)
-        parts = shared[:, None, :] >> (tl.arange(0, 8 // BITS) * BITS)[None, :, None]
-        says = tl.reshape(level_values(parts & ((1 << BITS) - 1), scale, BITS), [BLOCKS, WORDS, WORD_BITS])
-    return says
+        codes = words[:, None, :, None] >> code_shifts(BITS)
+        return level_values(tl.reshape(codes, [BLOCKS, WORDS, WORD_BITS]), scale, BITS)
 
 
 @triton.jit
@@ -599,21 +602,16 @@ def _pack_blocks(
         words_sum = stored.to(tl.int32) << (index % 2 * 16)  # two scales share a word
     if BITS == 1:
         bits = total >= 0.0 if SCALED else total > uniform_draws(key_low, key_high, element)
-        places = ((row_start + codes_at) // 4)[:, None] + word_places(index, WORDS)
         packed = pack_bits(bits)
-        tl.store(rows + places, packed, mask=inside[:, None])
         words_sum = add_words(words_sum, tl.sum(packed, axis=1))
         says = signed(bits, scale)
     else:
-        levels = level_codes(total, scale, BITS)
-        parts = tl.reshape(levels, [BLOCKS, 8 // BITS, WORDS * WORD_BITS * BITS // 8])
-        shared = tl.sum(parts << (tl.arange(0, 8 // BITS) * BITS)[None, :, None], axis=1)
-        places = code_places(row_start, codes_at, index, BITS, WORDS)
-        tl.store(bytes_of(rows) + places, shared.to(tl.uint8), mask=inside[:, None])
-        BYTES: tl.constexpr = WORDS * WORD_BITS * BITS // 8
-        in_words = shared << (tl.arange(0, BYTES) % 4 * 8)[None, :]
-        words_sum = add_words(words_sum, halving_sums(in_words, BLOCKS, BYTES))
-        says = level_values(levels, scale, BITS)
+        codes, says = level_codes(total, scale, BITS)
+        parts = tl.reshape(codes, [BLOCKS, 8 // BITS, WORDS * BITS, 4]) << code_shifts(BITS)
+        packed = halving_sums(tl.sum(parts, axis=1), BLOCKS * WORDS * BITS, 4)
+        packed = tl.reshape(packed, [BLOCKS, WORDS * BITS])
+        words_sum = add_words(words_sum, halving_sums(packed, BLOCKS, WORDS * BITS))
+    tl.store(rows + code_places(row_start, codes_at, index, BITS, WORDS), packed, mask=inside[:, None])
     return tl.where(takes_part, total - says, 0.0), tl.where(inside, words_sum, 0)
 
 
@@ -726,7 +724,8 @@ def reduce_kernel(
     total = tl.full([BLOCKS, WORDS, WORD_BITS], 0.0, tl.float32)
     row_start = tl.full([BLOCKS], 0, tl.int64)
     for _ in range(NUM_ROWS):
-        total += load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+        words, scale = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, WORDS)
+        total += code_values(words, scale, BITS, BLOCKS, WORDS)
         row_start += row_bytes
     mean = mean_of(total, NUM_ROWS)
     mean = tl.where(takes_part, mean + residual, 0.0)
@@ -770,7 +769,8 @@ def decode_blocks(
     """fp32[BLOCKS, WORDS, 32]: decoded blocks of a packed buffer, 0 where not active."""
     row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
     index = (block - first_row_block) % row_blocks
-    says = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, BLOCKS, WORDS)
+    words, scale = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, WORDS)
+    says = code_values(words, scale, BITS, BLOCKS, WORDS)
     return tl.where(load_active(active, block, inside, WORDS), says, 0.0)
 
 
