@@ -723,10 +723,16 @@ def reduce_kernel(
     takes_part = load_active(active, first_block + index, inside, WORDS)
     total = tl.full([BLOCKS, WORDS, WORD_BITS], 0.0, tl.float32)
     row_start = tl.full([BLOCKS], 0, tl.int64)
-    for _ in range(NUM_ROWS):
-        words, scale = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, WORDS)
-        total += code_values(words, scale, BITS, BLOCKS, WORDS)
+    words, scale = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, WORDS)
+    # bits are decoded in the threads that have the error if no loop is left; codes take fewer registers in a loop
+    UNROLL: tl.constexpr = 1 if BITS > 1 else NUM_ROWS if NUM_ROWS < 8 else 8
+    for row in tl.range(1, NUM_ROWS + 1, loop_unroll_factor=UNROLL):
+        # the next row is on its way while this one is decoded
         row_start += row_bytes
+        more = inside & (row < NUM_ROWS)
+        next_words, next_scale = load_codes(rows, row_start, index, more, codes_at, BITS, SCALED, WORDS)
+        total += code_values(words, scale, BITS, BLOCKS, WORDS)
+        words, scale = next_words, next_scale
     mean = mean_of(total, NUM_ROWS)
     mean = tl.where(takes_part, mean + residual, 0.0)
     lost, words_sums = _pack_blocks(
@@ -893,6 +899,8 @@ class TritonCodec(TritonRows):
         elements = max(block_size, elements_per_program)
         self._blocks = elements // block_size  # of a program, a power of two
         self._num_warps = min(_MAX_WARPS, max(1, elements // _ELEMENTS_PER_WARP))
+        # codes of several bits would take more, which leaves too few warps to hide the latency of memory
+        self._max_registers = min(136, 2048 // self._num_warps) if self.format.bits > 1 else None
 
     def compress(
         self,
@@ -960,6 +968,7 @@ class TritonCodec(TritonRows):
                 BLOCKS=self._blocks,
                 WORDS=form.block_size // WORD,
                 num_warps=self._num_warps,
+                maxnreg=self._max_registers,
             )
 
 
