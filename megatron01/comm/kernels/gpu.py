@@ -115,13 +115,40 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def _start(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
-    """Run a kernel on the device's current stream.
+_KEEPS: bool = not INTERPRETED and torch.version.hip is None  # on AMD's GPUs the size of a tensor counts as well
+_KEPT: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Compiled kernels and their constants in order, by all that Triton specializes on."""
 
-    There is no FMA contraction, and denormals are kept: every operation rounds as on CPUs.
+
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **constants: Any) -> None:
+    """Run a kernel on the device's current stream; ``constants`` are all of its constants, and launch options.
+
+    There is no FMA contraction, and denormals are kept: every operation rounds as on CPUs. To find a compiled kernel,
+    Triton takes as long as to run it: so it is kept, and called directly. Triton's settings count as of its first run.
     """
+    key: list[Any] = [kernel.fn, device, *constants, *constants.values(), *map(type, constants.values())]
+    for argument in arguments:
+        kind = type(argument)
+        if kind is torch.Tensor:
+            key += argument.dtype, argument.data_ptr() % 16
+        else:
+            key.append(argument >> 31 if kind is int else kind)  # from this follows its width
+    keeps = _KEEPS and (device.type != "cuda" or device.index == torch.cuda.current_device())
+    if keeps and (found := _KEPT.get(tuple(key))) is not None:
+        compiled, values = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        return
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, **constants, enable_fp_fusion=False, enable_reflect_ftz=False)
+        compiled = kernel[grid](*arguments, **constants, enable_fp_fusion=False, enable_reflect_ftz=False)
+    if (
+        keeps
+        and hasattr(compiled, "__getitem__")
+        and all(
+            type(argument) in (torch.Tensor, float) or (type(argument) is int and name in kernel.do_not_specialize)
+            for name, argument in zip(kernel.arg_names, arguments, strict=False)
+        )
+    ):
+        _KEPT[tuple(key)] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
 
 
 def signed_word(word: int) -> int:
@@ -858,7 +885,7 @@ class TritonRows:
         assert len(rows) < _MAX_ROWS
         # with 4 as a known factor, words are accessed in fours
         unit = 1 if rows.size(1) % 16 or results.size(1) % 16 else 4
-        _start(
+        launch(
             kernel,
             (triton.cdiv(results.size(1), _BYTES_PER_PROGRAM), len(results)),
             rows.device,
@@ -957,7 +984,7 @@ class TritonCodec(TritonRows):
         """Run a kernel over ``num_blocks`` blocks."""
         if num_blocks > 0:
             form = self.format
-            _start(
+            launch(
                 kernel,
                 (-(-num_blocks // self._blocks),),
                 device,

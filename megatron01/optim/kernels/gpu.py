@@ -7,7 +7,6 @@ to a rounding unit: that is tested in Triton's interpreter on CPUs, and was on a
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from megatron01.comm.kernels.gpu import (
     check_device,
     decode_blocks,
     halving_sums,
+    launch,
     packed_arguments,
 )
 from megatron01.comm.payload import PackedBlocks
@@ -444,13 +444,8 @@ class TritonKernels:
         self._launch(kernel, (-(-count // blocks),), warps, *arguments, **constants, BLOCKS=blocks, LENGTH=block_size)
 
     def _launch(self, kernel: Any, grid: tuple[int], warps: int, *arguments: Any, **constants: Any) -> None:
-        """Launch a kernel without FMA contraction or flushing of denormals, as on CPUs."""
-        if grid[0] == 0:
-            return
-        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            kernel[grid](
-                *arguments, **constants, num_warps=min(32, warps), enable_fp_fusion=False, enable_reflect_ftz=False
-            )
+        if grid[0] > 0:
+            launch(kernel, grid, self._device, *arguments, **constants, num_warps=min(32, warps))
 
 
 def _loaded(values: Tensor | PackedBlocks) -> tuple[tuple[Any, ...], int, bool, int]:

@@ -222,9 +222,9 @@ def test_whole_rows(
 
 
 def test_each_call_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, start = [], gpu._start
+    launches, launch = [], gpu.launch
     monkeypatch.setattr(
-        gpu, "_start", lambda kernel, *rest, **named: launches.append(kernel) or start(kernel, *rest, **named)
+        gpu, "launch", lambda kernel, *rest, **named: launches.append(kernel) or launch(kernel, *rest, **named)
     )
     whole_rows(TritonCodec(64, "sign", DEVICE), DEVICE, torch.randn(576), 3, 192, torch.float16)
     lengths, settings = [64] * 6, {"share": 1.0, "kinds": KINDS, "key": 0, "first": 0, "cut": 3, "dtype": torch.float32}
