@@ -35,6 +35,7 @@ from megatron01.errors import UserError, nearest
 
 VERSION: Callable[[Tensor], int] = attrgetter("_version")
 """Autograd's version counter of a tensor: grows with in-place writes by torch, not with those by kernels."""
+DEVICE: Callable[[Tensor], torch.device] = attrgetter("device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and gradients."""
 _SAMPLED = 4096
@@ -311,6 +312,27 @@ class FlatParameters:
         Raises:
             UserError: if one has another shape, type or order of elements, or is on another device.
         """
+        moved, tensors = False, self.tensors
+        pointers, sizes, strides = self._layout
+        if (
+            pointers != [*map(Tensor.data_ptr, tensors)]
+            or sizes != [*map(Tensor.size, tensors)]
+            or strides != [*map(Tensor.stride, tensors)]
+            or {self.device} != {*map(DEVICE, tensors)}
+        ):
+            moved = self._restore_views()
+        if moved or sum(map(VERSION, tensors)) != self._version:
+            return True
+        return bool(self._sample) and not all(map(torch.equal, self._sample, map(torch.take, *self._sampled)))
+
+    @cached_property
+    def _layout(self) -> tuple[list[int], list[torch.Size], list[tuple[int, ...]]]:
+        """Address, size and strides of each parameter in the buffers."""
+        views = self._weight_views
+        return [*map(Tensor.data_ptr, views)], [*map(Tensor.size, views)], [*map(Tensor.stride, views)]
+
+    def _restore_views(self) -> bool:
+        """Find the parameters that are not views of the buffers, for ``check_unchanged``; True if there were any."""
         moved = False
         for parameter, view in zip(self.parameters, self._weight_views, strict=True):
             tensor = parameter.tensor
@@ -335,9 +357,7 @@ class FlatParameters:
             view.copy_(tensor.detach())
             tensor.data = view
             moved = True
-        if moved or sum(map(VERSION, self.tensors)) != self._version:
-            return True
-        return bool(self._sample) and not all(map(torch.equal, self._sample, map(torch.take, *self._sampled)))
+        return moved
 
     @contextmanager
     def restoring_weights(self) -> Iterator[list[Tensor]]:
