@@ -28,7 +28,7 @@ Arithmetic is fp32, element by element, on slices of flat buffers; ``megatron01.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import islice
 from typing import Literal, NamedTuple, Protocol
@@ -150,9 +150,12 @@ class Coefficients:
     local_scale: float = 1.0
     kept: float = 0.0
     mean: Sequence[PackedBlocks] | None = None
+    _found: dict[tuple[int, Phase], Numbers] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def of(self, group: int, phase: Phase) -> Numbers:
         """Coefficients of a parameter group in ``phase``; -1 for frozen parameters."""
+        if found := self._found.get((group, phase)):
+            return found
         scale = np.float32(1.0 if phase.synchronize else self.local_scale)
         multiplier, decay = self.multiplier, self.variance_decay
         kept, weight, total = 1.0, float(np.float32(self.weight[group])), float(np.float32(self.total[group]))
@@ -160,7 +163,7 @@ class Coefficients:
             kept = self.kept
             weight = kept * weight + (1.0 - kept) * total
         bound = np.inf if self.step_bound is None else self.step_bound * self.total[group] * self.step_size[group]
-        return Numbers(
+        numbers = self._found[group, phase] = Numbers(
             self.rule,
             multiplier if isinstance(multiplier, Tensor) else float(np.float32(multiplier)),
             float(np.float32(self.beta1)),
@@ -175,6 +178,7 @@ class Coefficients:
             float(np.float32(self.decay[group])),
             self.never_falls,
         )
+        return numbers
 
 
 def common_blocks(buckets: Sequence[PackedBlocks], first: int, last: int) -> Iterator[tuple[int, int, Packed]]:
