@@ -11,8 +11,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
-from operator import itemgetter
+from itertools import chain, repeat
+from operator import itemgetter, methodcaller
 from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -147,19 +147,24 @@ def read_checked(values: Sequence[torch.Tensor], *transports: Transport) -> list
     for transport in transports:
         arrived += zip(repeat(transport), transport.verdicts)
         transport.verdicts.clear()
-    parts = [*values, *map(itemgetter(1), arrived)]
-    numbers: list[float] = torch.cat(parts).tolist() if parts else []
-    count = end = sum(map(torch.numel, values))
+    # as words: tensors of one type are joined by one launch
+    parts = [*map(methodcaller("view", torch.int32), chain(values, map(itemgetter(1), arrived)))]
+    words = np.array(torch.cat(parts).tolist() if parts else [], np.int32)
+    numbers: list[float] = []
+    end = 0
+    for value in values:
+        start, end = end, end + value.nbytes // 4
+        numbers += words[start:end].view(np.float64 if value.dtype is torch.float64 else np.float32).tolist()
     for transport, verdict in arrived:
         start, end = end, end + verdict.numel()
-        if any(numbers[start:end]):
-            broken = sorted({row % transport.size for row, number in enumerate(numbers[start:end]) if number})
+        if words[start:end].any():
+            broken = sorted({int(row) % transport.size for row in words[start:end].nonzero()[0]})
             raise DamagedPayload(
                 f"what replica {transport.rank} received from replicas {broken} (numbers within their exchange) is"
                 " damaged: its checksum does not fit; check the memory and the network of these machines, and resume"
                 " from the last checkpoint"
             )
-    return numbers[:count]
+    return numbers
 
 
 def read_headers(headers: Sequence[torch.Tensor], *transports: Transport) -> tuple[Status, float, float]:

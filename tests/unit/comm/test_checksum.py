@@ -134,3 +134,13 @@ def test_a_transport_without_checks_leaves_rows_as_they_are():
     transport.all_to_all(received, rows).wait()
     transport.check(received)
     assert (rows == 7).all() and read_checked([torch.ones(1)], transport) == [1.0]
+
+
+def test_values_of_both_types_are_read_as_they_are_and_every_damage_counts():
+    transport, rows = Mirror(0, 2, checks=True), sealed_rows(2, 16)
+    doubles, column = torch.tensor([0.1, -0.0, 5e-324], dtype=torch.float64), torch.tensor([[1e-45, 2.0]] * 2)[:, 0]
+    transport.check(rows)
+    assert read_checked([column, doubles, column], transport) == [*column.tolist(), *doubles.tolist(), *column.tolist()]
+    transport.check(rows, torch.tensor([0, -(2**31)], dtype=torch.int32))  # -0.0 as a float
+    with pytest.raises(DamagedPayload, match=r"from replicas \[1\]"):
+        read_checked([column], transport)
