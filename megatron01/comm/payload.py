@@ -198,6 +198,12 @@ class Packed:
         form = self.format
         return *self.arrays, self.row_blocks, self.codes_offset // 4, self.first_block, form.bits, form.scaled
 
+    @cached_property
+    def gpu_arguments(self) -> tuple[Any, ...]:
+        """What GPU kernels take: rows as int32, active words, first block, blocks and bytes of a row, codes' byte."""
+        words, row_bytes = self.rows.view(torch.int32), self.rows.size(1)
+        return words, self.active, self.first_block, self.row_blocks, row_bytes, self.codes_offset
+
 
 @dataclass(frozen=True)
 class PackedBlocks:

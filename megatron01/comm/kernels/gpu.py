@@ -156,12 +156,6 @@ def signed_word(word: int) -> int:
     return word - (1 << WORD) if word >> (WORD - 1) else word
 
 
-def packed_arguments(packed: Packed) -> tuple[Any, ...]:
-    """Arguments of kernels that take packed blocks."""
-    row_bytes, words = packed.rows.size(1), packed.rows.view(torch.int32)
-    return words, packed.active, packed.first_block, packed.row_blocks, row_bytes, packed.codes_offset
-
-
 @triton.jit
 def block_numbers(first, BLOCKS: tl.constexpr):
     """int32[BLOCKS]: the blocks of this program, counted from ``first``."""
@@ -950,7 +944,7 @@ class TritonCodec(TritonRows):
             value if new_error is None else new_error,
             first,
             last,
-            *packed_arguments(packed),
+            *packed.gpu_arguments,
             *_key_words(key),
             *on_device(header or Header(Status.OK), value.device),
             len(packed.rows),
@@ -978,7 +972,7 @@ class TritonCodec(TritonRows):
         )
 
     def decode(self, first: int, last: int, packed: Packed, out: torch.Tensor) -> None:
-        self._run(decode_kernel, last - first, out.device, out, first, last, *packed_arguments(packed))
+        self._run(decode_kernel, last - first, out.device, out, first, last, *packed.gpu_arguments)
 
     def _run(self, kernel: Any, num_blocks: int, device: torch.device, *arguments: Any, **constants: Any) -> None:
         """Run a kernel over ``num_blocks`` blocks."""

@@ -21,7 +21,6 @@ from megatron01.comm.kernels.gpu import (
     decode_blocks,
     halving_sums,
     launch,
-    packed_arguments,
 )
 from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
@@ -452,6 +451,6 @@ def _loaded(values: Tensor | PackedBlocks) -> tuple[tuple[Any, ...], int, bool, 
     """Of a buffer what ``_load_blocks`` takes, its bits (0 if plain), whether it has scales, and its block size."""
     if isinstance(values, Tensor):
         return (values, values, 0, 0, 0, 0, 0), 0, False, 1
-    rows, active, *places = packed_arguments(values.packed)
+    rows, active, *places = values.packed.gpu_arguments
     form = values.packed.format
     return (rows, active, values.first, *places), form.bits, form.scaled, form.block_size
