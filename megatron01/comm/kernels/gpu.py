@@ -851,11 +851,12 @@ class TritonRows:
     def mean_rows(
         self, rows: torch.Tensor, out: torch.Tensor, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows = rows.size(0)
         header = torch.empty(HEADER_BYTES // 4, dtype=torch.float32, device=rows.device)
-        damages = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+        damages = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
         into_rows = out.dtype == torch.uint8
-        lanes = triton.next_power_of_2(len(rows))
-        constants = {"NUM_ROWS": len(rows), "LANES": lanes, "INTO_ROWS": into_rows}
+        lanes = 1 << (num_rows - 1).bit_length()
+        constants = {"NUM_ROWS": num_rows, "LANES": lanes, "INTO_ROWS": into_rows}
         results = out if into_rows else rows[:1]
         self._launch(mean_kernel, rows, results, dtype, out, header, damages, self._sums, **constants)
         return header, damages
@@ -876,15 +877,16 @@ class TritonRows:
         **constants: Any,
     ) -> None:
         """Run a kernel over chunks of each of ``results``, which are rows of elements of ``dtype`` as ``rows`` are."""
-        assert len(rows) < _MAX_ROWS
+        (num_rows, row_bytes), (num_results, result_bytes) = rows.size(), results.size()
+        assert num_rows < _MAX_ROWS
         # with 4 as a known factor, words are accessed in fours
-        unit = 1 if rows.size(1) % 16 or results.size(1) % 16 else 4
+        unit = 1 if row_bytes % 16 or result_bytes % 16 else 4
         launch(
             kernel,
-            (triton.cdiv(results.size(1), _BYTES_PER_PROGRAM), len(results)),
+            (-(-result_bytes // _BYTES_PER_PROGRAM), num_results),
             rows.device,
             rows.view(torch.int32),
-            rows.size(1) // (4 * unit),
+            row_bytes // (4 * unit),
             values.view(torch.int32) if values.dim() == 2 else values,  # rows, or a flat buffer
             values.numel() // WORD,
             *others,
