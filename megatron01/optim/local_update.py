@@ -340,6 +340,7 @@ class LocalUpdate:
         has_v = rule is not Rule.PLAIN
         self.v = flat.new_buffer(state_dtype) if has_v else torch.zeros(0, dtype=torch.float32, device=flat.device)
         self.m, self.u = flat.new_buffer(state_dtype), flat.new_buffer(state_dtype)
+        self._parts: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}  # of x, v and m, at these blocks
         self.start = SinceSynchronization(np.zeros(num_groups + 1), np.ones(num_groups + 1))
         self.since_sync = self.start
         self.frozen: frozenset[int] = frozenset()
@@ -367,15 +368,16 @@ class LocalUpdate:
         means = coefficients.mean if phase.gradient else None
         for low, high, packed in [(first, last, None)] if means is None else common_blocks(means, first, last):
             for segment in self.flat.segments(low, high, self.frozen):
-                place = segment.place
-                state = self.x[place], self.v[place], self.m[place], self.u[place]
+                place, at = segment.place, (segment.first, segment.last)
+                if at not in self._parts:
+                    self._parts[at] = self.x[place], self.v[place], self.m[place]
                 gradients: Tensor | PackedBlocks | None = segment.gradients if phase.gradient else None
                 if packed is not None:
                     gradients = PackedBlocks(packed, segment.first, segment.last)
                 mean: Tensor | PackedBlocks | None = step[place] if isinstance(step, Tensor) else None
                 if isinstance(step, Packed):
                     mean = PackedBlocks(step, segment.first, segment.last)
-                slices = Slices(*state, segment.weights, gradients, mean)
+                slices = Slices(*self._parts[at], self.u[place], segment.weights, gradients, mean)
                 self.kernels.update(phase, coefficients.of(segment.group, phase), slices)
 
     def scalars(self) -> list[float]:
