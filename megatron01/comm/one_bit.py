@@ -172,13 +172,16 @@ class OneBitAllReduce(Exchange):
         if self._local is not None:
             self._new_error = torch.zeros_like(self._worker_error)  # first holds the node's mean
         self._value = torch.empty(0)  # ``value`` of a pending hierarchical exchange
-        # while one bucket is on the wire inside the node, the next is written
-        self._inside: list[tuple[torch.Tensor, ...]] = []
+        # by blocks of a row: while one bucket is on the wire inside the node, the next is written
+        self._inside: dict[int, list[tuple[torch.Tensor, ...]]] = {}
         if self._reduces_inside:
-            largest = max(payload.sent.row_blocks for payload in self._payloads) * self._servers.size
-            num_bytes = self._num_local * dense_row_bytes(largest, size, _INSIDE_DTYPE.itemsize)
-            for _ in self.buckets[:2]:
-                self._inside.append(tuple(torch.zeros(2, num_bytes, dtype=torch.uint8, device=device)))
+            lengths = sorted({payload.sent.row_blocks for payload in self._payloads})
+            row_bytes = [dense_row_bytes(n * self._servers.size, size, _INSIDE_DTYPE.itemsize) for n in lengths]
+            shape = len(self.buckets[:2]), 2, self._num_local * row_bytes[-1]
+            memory = torch.zeros(shape, dtype=torch.uint8, device=device)
+            for length, one in zip(lengths, row_bytes, strict=True):
+                rows = memory[:, :, : self._num_local * one].unflatten(2, (self._num_local, one))
+                self._inside[length] = [*map(tuple, rows)]
 
     def _add_payloads(self, buckets: list[tuple[int, int]], active: torch.Tensor) -> None:
         """Memory for ``buckets`` (first and last + 1 block), which are equally large."""
@@ -242,10 +245,7 @@ class OneBitAllReduce(Exchange):
             self._codec.finish_rows(payload.sent.rows, header)
             payload.work = self._servers.all_to_all(payload.received.rows, payload.sent.rows)
         elif self._reduces_inside:
-            part = self._servers.size * payload.sent.row_blocks
-            shape = self._num_local, dense_row_bytes(part, self._block_size, _INSIDE_DTYPE.itemsize)
-            buffers = self._inside[len(self._sent) % 2]
-            sent, payload.inside = (rows[: shape[0] * shape[1]].view(shape) for rows in buffers)
+            sent, payload.inside = self._inside[payload.sent.row_blocks][len(self._sent) % 2]
             self._codec.finish_rows(sent, header, self._elements(self._value, self.buckets[bucket]))
             payload.work = self._local.all_to_all(payload.inside, sent)
             if self._sent:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from megatron01.comm import DenseAllReduce, ErrorPlace, Exchange, OneBitAllReduce, Status
 from megatron01.comm.payload import CompressionNorms, PackedBlocks
 from megatron01.optim.flat_parameters import FlatParameters, mark_active
-from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Kernels, LocalUpdate, Rule, square_sums
+from megatron01.optim.local_update import SYNCHRONIZE, Coefficients, Kernels, LocalUpdate, Phase, Rule, square_sums
 from megatron01.optim.loss_scaler import OverflowGuard, overflow_status
 from megatron01.optim.overlap import Opened, Order
 from megatron01.optim.report import CompressionReport
@@ -373,7 +373,7 @@ class CompressedAllReduce:
     def send_bucket(self, bucket: int, contribution: Contribution) -> None:
         """Accumulate this step into u in one bucket, then compress and send that."""
         has_gradient, fresh = contribution.uses_gradient, contribution.fresh
-        phase = replace(ACCUMULATE, gradient=has_gradient, write_weights=self._delay, fresh=fresh)
+        phase = Phase(gradient=has_gradient, write_weights=self._delay, fresh=fresh)
         for blocks in self._local.ranges(*self.buckets[bucket]):
             if has_gradient or fresh or self._delay:
                 self._local.run(phase, contribution.coefficients, blocks)
