@@ -170,7 +170,7 @@ class _FusedDropout(nn.Module):
         super().__init__()
         self.probability = probability
 
-    def forward(self, hidden: torch.Tensor, key: None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         dropped, _ = torch.native_dropout(hidden, self.probability, True)
         return dropped
 

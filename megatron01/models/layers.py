@@ -319,21 +319,20 @@ def _mix(words: torch.Tensor) -> torch.Tensor:
     return words ^ ((words >> 16) & 0xFFFF)
 
 
-class HashedDropout(nn.Dropout):
-    """``nn.Dropout`` that, given a key, takes its mask from a hash of the key and each element's number.
+def hashed_dropout(values: torch.Tensor, probability: float, key: torch.Tensor) -> torch.Tensor:
+    """``F.dropout`` whose mask is a hash of the key and each element's number.
 
     For compiled layers, where it is fused with the operations around it: a hash takes 23 instructions an element on a
     GPU, and torch's generator 61, more than such a kernel has time for.
-    """
 
-    def forward(self, values: torch.Tensor, key: torch.Tensor | None = None) -> torch.Tensor:
-        """Any shape of fewer than 2^31 elements, to the same; ``key``: int32[2], random, or None for torch's mask."""
-        if key is None or not self.training:
-            return super().forward(values)
-        numbers = torch.arange(values.numel(), dtype=torch.int32, device=values.device).view(values.shape)
-        words = _mix(_mix(numbers ^ key[0]) ^ key[1])  # uniform in [-2^31, 2^31)
-        is_kept = words >= int((self.p - 0.5) * 2**32)
-        return torch.where(is_kept, values * (1.0 / (1.0 - self.p)), 0.0)
+    Args:
+        values: any shape of fewer than 2^31 elements.
+        key: int32[2], random.
+    """
+    numbers = torch.arange(values.numel(), dtype=torch.int32, device=values.device).view(values.shape)
+    words = _mix(_mix(numbers ^ key[0]) ^ key[1])  # uniform in [-2^31, 2^31)
+    is_kept = words >= int((probability - 0.5) * 2**32)
+    return torch.where(is_kept, values * (1.0 / (1.0 - probability)), 0.0)
 
 
 class TransformerLayer(nn.Module):
@@ -347,7 +346,7 @@ class TransformerLayer(nn.Module):
         self.attention_norm = layer_norm(config)
         self.mlp = MLP(config, gelu=gelu)
         self.mlp_norm = layer_norm(config)
-        self.dropout = HashedDropout(config.hidden_dropout)
+        self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
         self,
@@ -362,21 +361,24 @@ class TransformerLayer(nn.Module):
         Also returns the sum after the attention, without a gradient. An output of a compiled layer is stored; else its
         backward pass would compute that sum again, and write it in fp32 for the norm.
 
-        ``keys``: int32[2, 2], of both dropouts; see ``HashedDropout``.
+        ``keys``: int32[2, 2], of both dropouts if they are hashed; see ``hashed_dropout``.
         """
-        first, second = (None, None) if keys is None else keys.unbind()
+        drops: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (self.dropout, self.dropout)
+        if keys is not None:
+            drops = [partial(hashed_dropout, probability=self.dropout.p, key=key) for key in keys.unbind()]
+        drop_attended, drop_mlp = drops
         if self.norm_placement == "pre":
             normed = self.attention_norm(hidden)
             with computed_again(normed, self.attention_norm, hidden, enabled=self.is_selective):
                 attended = self.attention(normed, attention_mask, cache, rows)
-            middle = hidden + self.dropout(attended, first)
+            middle = hidden + drop_attended(attended)
             normed = self.mlp_norm(middle)
             with computed_again(normed, self.mlp_norm, middle, enabled=self.is_selective):
-                return middle + self.dropout(self.mlp(normed), second), middle.detach()
-        middle = hidden + self.dropout(self.attention(hidden, attention_mask, cache, rows), first)
+                return middle + drop_mlp(self.mlp(normed)), middle.detach()
+        middle = hidden + drop_attended(self.attention(hidden, attention_mask, cache, rows))
         hidden = self.attention_norm(middle)
         with computed_again(hidden, self.attention_norm, middle, enabled=self.is_selective):
-            return self.mlp_norm(hidden + self.dropout(self.mlp(hidden), second)), middle.detach()
+            return self.mlp_norm(hidden + drop_mlp(self.mlp(hidden))), middle.detach()
 
 
 class Transformer(nn.Module):
@@ -386,7 +388,7 @@ class Transformer(nn.Module):
     again with the same random numbers for dropout.
 
     Attributes:
-        hashes_dropout: draw keys for the dropout of layers; see ``HashedDropout``.
+        hashes_dropout: draw keys for the dropout of layers in training; see ``hashed_dropout``.
     """
 
     def __init__(self, config: ModelConfig, *, causal: bool, gelu: GeluForm, norm_placement: NormPlacement) -> None:
@@ -439,7 +441,7 @@ def compile_layers(
 ) -> bool:
     """Compile each ``TransformerLayer`` of a model, and the softmax of its loss, in place; False if it has no layer.
 
-    ``hashes_dropout``: see ``HashedDropout``; not for tensor-parallel models, whose ranks draw numbers of their own.
+    ``hashes_dropout``: see ``hashed_dropout``; not for tensor-parallel models, whose ranks draw numbers of their own.
 
     All layers share one compilation. A layer is the unit so that its gradients are ready after its own backward pass:
     those of a model compiled as a whole are ready only at the end, and no exchange overlaps. Parameters keep

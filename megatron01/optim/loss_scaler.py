@@ -100,6 +100,9 @@ class OverflowGuard:
         loss_scaler: for fp16; None for no loss scaling.
         max_skipped_steps: consecutive skipped steps after which training has diverged.
         on_norm: called with each deferred norm, once it is known.
+
+    Attributes:
+        gives_up: True if too many steps in a row were skipped, as far as their norms have been read.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class OverflowGuard:
         self.loss_scaler = loss_scaler
         self._max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
+        self.gives_up = False
         self._deferred: tuple[SupportsFloat, bool] | None = None
         self._on_norm = on_norm
 
@@ -130,17 +134,13 @@ class OverflowGuard:
         self._catch_up()
         return Status.GIVING_UP if self.gives_up else own
 
-    @property
-    def gives_up(self) -> bool:
-        """True if too many steps in a row were skipped; a deferred norm is not read."""
-        return self._skipped_in_a_row >= self._max_skipped_steps
-
     def record(self, *, overflow_here: bool, skipped: bool) -> None:
         """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""
         self._catch_up()
         if self.loss_scaler is not None and (overflow_here or not skipped):
             self.loss_scaler.update(overflow_here)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        self.gives_up = self._skipped_in_a_row >= self._max_skipped_steps
 
     def record_deferred(self, norm: SupportsFloat, *, called_off: bool = False) -> None:
         """Record a step with a deferred norm; it is read when the guard's state is next needed.
@@ -176,6 +176,7 @@ class OverflowGuard:
     def load_scalars(self, scalars: Iterator[float]) -> None:
         self._deferred = None
         self._skipped_in_a_row = int(next(scalars))
+        self.gives_up = self._skipped_in_a_row >= self._max_skipped_steps
         state = list(islice(scalars, 3))
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(state)
