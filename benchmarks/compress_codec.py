@@ -80,12 +80,17 @@ def measure(elements: int, rounds: int) -> tuple[dict[str, Any], str]:
 
 
 def codec_phases(
-    codec: Codec, layout: BlockLayout, value: torch.Tensor, error: torch.Tensor, out: torch.Tensor
+    codec: Codec,
+    layout: BlockLayout,
+    value: torch.Tensor,
+    error: torch.Tensor,
+    out: torch.Tensor,
+    replicas: int = REPLICAS,
 ) -> dict[str, tuple[int, Callable[[], None]]]:
     """By phase: the number of elements it processes, and a function that runs it once."""
-    row_blocks = layout.num_blocks // REPLICAS
+    row_blocks = layout.num_blocks // replicas
     row_bytes = codec.format.row_bytes(row_blocks)
-    rows = torch.zeros(REPLICAS, row_bytes, dtype=torch.uint8, device=value.device)
+    rows = torch.zeros(replicas, row_bytes, dtype=torch.uint8, device=value.device)
     packed = Packed(rows, row_blocks, 0, codec.format, layout.real_elements())
     reduced, server_error = replace(packed, rows=torch.zeros_like(rows)), value.new_zeros(row_blocks * BLOCK_SIZE)
     header = Header(Status.OK)  # with which rows get their checksums

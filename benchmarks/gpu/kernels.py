@@ -51,6 +51,7 @@ from megatron01.optim.local_update import (
 
 _RANGE = 1 << 26  # elements that the specification processes at a time: its temporaries are many times as large
 _LARGE = 1 << 30  # above this number of elements, memory suffices for only one buffer of each kind
+_MANY_ROWS = 8  # of a server, beside the few of ``REPLICAS``
 _ATTENTION = {
     "GPT-2, 1024 positions, causal": (16, 1024, 64, True, False),
     "BERT, 128 positions, padding mask": (16, 128, 64, False, True),
@@ -347,7 +348,7 @@ def rates(report: Report) -> None:
         found = moved / seconds
         return {"seconds": seconds, "host_seconds": host, "bytes_per_second": found, "share_of_copy": found / copy}
 
-    elements = report.sizes.rate_elements // (REPLICAS * BLOCK_SIZE) * REPLICAS * BLOCK_SIZE
+    elements = report.sizes.rate_elements // (_MANY_ROWS * BLOCK_SIZE) * _MANY_ROWS * BLOCK_SIZE
     layout = BlockLayout(
         torch.full((elements // BLOCK_SIZE,), BLOCK_SIZE, dtype=torch.int32, device=DEVICE), BLOCK_SIZE
     )
@@ -360,6 +361,9 @@ def rates(report: Report) -> None:
         moved = {"compress": 12 + code, "reduce": 8 + (REPLICAS + 1) * code, "decode": 4 + code}
         for phase, (count, call) in codec_phases(codec, layout, value, error, out).items():
             report.attempt(f"codec, {quantizer}, {phase}", rate, call, count * (moved[phase] + 1 / 8))
+        count, call = codec_phases(codec, layout, value, error, out, _MANY_ROWS)["reduce"]
+        moved_bytes = count * (8 + (_MANY_ROWS + 1) * code + 1 / 8)
+        report.attempt(f"codec, {quantizer}, reduce, {_MANY_ROWS} rows", rate, call, moved_bytes)
     for phase, (bytes_moved, call) in _phases_of_rows(codec, value).items():
         report.attempt(f"rows, bf16, {phase}", rate, call, bytes_moved)
     del value, error, out
