@@ -422,7 +422,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         coefficients = self._coefficients(step, rates, found.multiplier, refresh=plan.averages and found.is_used)
         coefficients = replace(coefficients, mean=found.mean)
         # right after a synchronization u is 0: such a step can be called off on all replicas when one overflows
-        if self._local.is_fresh and not found.is_used and (plan.averages or self._is_single):
+        is_alone = self._is_single and plan.synchronizes
+        if self._local.is_fresh and not found.is_used and (plan.averages or is_alone):
             carried_out = False
         elif plan.synchronizes:  # m, u <- m', u + lr m' ; x <- P x - U / (sqrt(v) + eps) ; m <- U / G
             carried_out = self._synchronize(plan, coefficients, found)

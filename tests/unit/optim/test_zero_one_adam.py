@@ -279,6 +279,29 @@ def test_a_single_replica_gives_up_in_local_steps_whose_norm_is_read_late(backen
     assert torch.equal(parameter, before)
 
 
+def single_replica(
+    overflows: tuple[int, ...], steps: int, backend: str = "cpu", **options: Any
+) -> tuple[torch.Tensor, list[str]]:
+    """Weights after ``steps`` and the planned kinds; of steps from 3 on, those that are 2 modulo 3 synchronize."""
+    parameter, generator = nn.Parameter(torch.ones(64)), torch.Generator().manual_seed(1)
+    options |= {"variance_freeze_step": 3, "sync_policy": "constant:3", "weight_decay": 0.1, "backend": backend}
+    optimizer, kinds = ZeroOneAdam([parameter], 0.01, **options), []
+    for step in range(steps):
+        gradient = torch.randn(64, generator=generator)
+        gradient *= optimizer.loss_scale
+        parameter.grad = gradient.fill_(math.nan) if step in overflows else gradient
+        optimizer.step()
+        kinds.append(optimizer.last_step.planned_kind)
+    return parameter.detach(), kinds
+
+
+@pytest.mark.parametrize("overflow", range(9, 12))
+def test_a_single_replica_drops_a_gradient_alike_whenever_its_norm_is_read(overflow: int) -> None:
+    weights, kinds = single_replica((overflow,), 20)
+    assert kinds[9:12] == ["local", "local", "one_bit"]
+    torch.testing.assert_close(weights, single_replica((overflow,), 20, "reference")[0])
+
+
 def test_clipping_bounds_the_momentum() -> None:
     parameter = nn.Parameter(torch.zeros(100))
     optimizer = ZeroOneAdam([parameter], 0.1, max_grad_norm=2.0)
