@@ -526,12 +526,14 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
     def _end_step(self, plan: StepPlan, found: StepGradient, carried_out: bool, loss_scale: float) -> None:
         """Report and count the step; with a sharded optimizer, all-gather the new weights first."""
         step, skipped = self.step_count, not found.is_used or not carried_out
+        if self._is_single and self._gradients.may_be_deferred and self._guard.status() is Status.GIVING_UP:
+            self._give_up()  # because of the steps before, whose norms may only be known now
         if isinstance(found.norm, DeferredNorm):
             self._guard.record_deferred(found.norm, called_off=skipped)
         elif not self.is_pending:
             self._guard.record(overflow_here=found.overflow_here, skipped=skipped)
-        if self._is_single and self._guard.gives_up:
-            self._give_up()
+            if self._is_single and self._guard.status() is Status.GIVING_UP:
+                self._give_up()
         kind: StepKind = "full" if plan.averages else self._exchange_kind if plan.synchronizes else "local"
         if self._sharded is not None:
             self._sharded.all_gather_weights()

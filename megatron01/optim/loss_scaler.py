@@ -100,9 +100,6 @@ class OverflowGuard:
         loss_scaler: for fp16; None for no loss scaling.
         max_skipped_steps: consecutive skipped steps after which training has diverged.
         on_norm: called with each deferred norm, once it is known.
-
-    Attributes:
-        gives_up: True if too many steps in a row were skipped, as far as their norms have been read.
     """
 
     def __init__(
@@ -114,7 +111,6 @@ class OverflowGuard:
         self.loss_scaler = loss_scaler
         self._max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
-        self.gives_up = False
         self._deferred: tuple[SupportsFloat, bool] | None = None
         self._on_norm = on_norm
 
@@ -132,7 +128,7 @@ class OverflowGuard:
         ``own`` is that of this replica's gradient (fp32[] if a tensor).
         """
         self._catch_up()
-        return Status.GIVING_UP if self.gives_up else own
+        return Status.GIVING_UP if self._skipped_in_a_row >= self._max_skipped_steps else own
 
     def record(self, *, overflow_here: bool, skipped: bool) -> None:
         """Record a step: whether this replica's gradient overflowed, and whether the step was skipped."""
@@ -140,7 +136,6 @@ class OverflowGuard:
         if self.loss_scaler is not None and (overflow_here or not skipped):
             self.loss_scaler.update(overflow_here)
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
-        self.gives_up = self._skipped_in_a_row >= self._max_skipped_steps
 
     def record_deferred(self, norm: SupportsFloat, *, called_off: bool = False) -> None:
         """Record a step with a deferred norm; it is read when the guard's state is next needed.
@@ -176,7 +171,6 @@ class OverflowGuard:
     def load_scalars(self, scalars: Iterator[float]) -> None:
         self._deferred = None
         self._skipped_in_a_row = int(next(scalars))
-        self.gives_up = self._skipped_in_a_row >= self._max_skipped_steps
         state = list(islice(scalars, 3))
         if self.loss_scaler is not None:
             self.loss_scaler.load_state(state)

@@ -302,6 +302,16 @@ def test_a_single_replica_drops_a_gradient_alike_whenever_its_norm_is_read(overf
     torch.testing.assert_close(weights, single_replica((overflow,), 20, "reference")[0])
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_a_single_replica_gives_up_though_the_next_gradient_is_finite(backend: str, is_scaled: bool) -> None:
+    """The norm of the last local step is read in the synchronization after it at the latest."""
+    scaler = LossScaler(initial=8.0) if is_scaled else None
+    single_replica((9, 10), 9, backend, loss_scaler=scaler, max_skipped_steps=2)
+    with pytest.raises(TrainingDiverged, match="2 steps in a row"):
+        single_replica((9, 10), 12, backend, loss_scaler=scaler, max_skipped_steps=2)
+
+
 def test_clipping_bounds_the_momentum() -> None:
     parameter = nn.Parameter(torch.zeros(100))
     optimizer = ZeroOneAdam([parameter], 0.1, max_grad_norm=2.0)
