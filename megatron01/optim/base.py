@@ -160,8 +160,6 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._moving = np.array([*[1.0] * len(self.param_groups), 0.0])  # by group, and for frozen parameters
         # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
         self._defers = not delay and rule is not Rule.SOFT_SIGN
-        self._clipping = safety.ClippingWatch()
-        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._clipping.record)
         self.step_count = 0
         self.last_step = None
         self._weights_are_ahead = False  # a result has been received that the model's weights lack
@@ -170,6 +168,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         group = self._process_group = settings.process_group
         topology = (group if isinstance(group, Topology) else Topology.flat(group)).with_own_counters()
         self._world = topology.world
+        self._is_single = topology.num_replicas == 1
+        self._clipping = safety.ClippingWatch(topology.num_replicas)
+        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._clipping.record)
         parameters = named_parameters(self.param_groups)
         self._frozen_at_start = [p for p in parameters if not p.tensor.requires_grad]
         self._whole = FlatParameters([p for p in parameters if p.tensor.requires_grad], settings.block_size)
@@ -205,7 +206,6 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._local = LocalUpdate(
             self._flat, self._kernels, rule, state_dtype=state_dtype, num_groups=len(self.param_groups)
         )
-        self._is_single = self._topology.num_replicas == 1
         self._candidates = active_candidates(self._flat, self._masks, ())
         self._frozen_elements = FrozenElements(self._whole, self._masks)
 
@@ -551,7 +551,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         )
         self.step_count += 1
         self._traffic.add(step, self.last_step.bytes_sent)
-        if not (plan.averages or self._is_single or isinstance(found.norm, DeferredNorm)):
+        if not (plan.averages or isinstance(found.norm, DeferredNorm)):
             self._clipping.record(found.norm)
         state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
         was_full = step > 0 and self._plan(step - 1).averages

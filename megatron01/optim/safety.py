@@ -293,23 +293,23 @@ class SameDataWatch:
 class ClippingWatch:
     """Warns once when a replica's own gradients keep the same norm: something clips them before the optimizer.
 
-    Each replica would then be clipped by another factor, between full steps too.
+    Each replica would then be clipped by another factor, between full steps too. A single one may be.
     """
 
     _STEPS = 8
 
-    def __init__(self) -> None:
+    def __init__(self, num_replicas: int) -> None:
         self._norms: deque[float] = deque(maxlen=self._STEPS)
-        self._warned = False
+        self._warns = num_replicas > 1
 
     def record(self, norm: float) -> None:
         """Record the norm of this replica's own gradient."""
         self._norms.append(norm)
         highest, lowest = max(self._norms), min(self._norms)
-        if len(self._norms) < self._STEPS or self._warned or not 0.0 < highest < math.inf:
+        if len(self._norms) < self._STEPS or not self._warns or not 0.0 < highest < math.inf:
             return
         if highest - lowest <= 1e-4 * highest:
-            self._warned = True
+            self._warns = False
             logger.warning(
                 "the gradient of this replica had the norm %.4g at %d steps in a row: it seems to be clipped before the"
                 " optimizer sees it, by another factor on each replica; give the optimizer max_grad_norm instead",

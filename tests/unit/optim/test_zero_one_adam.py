@@ -280,7 +280,7 @@ def test_a_single_replica_gives_up_in_local_steps_whose_norm_is_read_late(backen
 
 
 def single_replica(
-    overflows: tuple[int, ...], steps: int, backend: str = "cpu", **options: Any
+    overflows: tuple[int, ...], steps: int, backend: str = "cpu", own_norm: float | None = None, **options: Any
 ) -> tuple[torch.Tensor, list[str]]:
     """Weights after ``steps`` and the planned kinds; of steps from 3 on, those that are 2 modulo 3 synchronize."""
     parameter, generator = nn.Parameter(torch.ones(64)), torch.Generator().manual_seed(1)
@@ -288,7 +288,7 @@ def single_replica(
     optimizer, kinds = ZeroOneAdam([parameter], 0.01, **options), []
     for step in range(steps):
         gradient = torch.randn(64, generator=generator)
-        gradient *= optimizer.loss_scale
+        gradient *= optimizer.loss_scale if own_norm is None else own_norm / gradient.norm()
         parameter.grad = gradient.fill_(math.nan) if step in overflows else gradient
         optimizer.step()
         kinds.append(optimizer.last_step.planned_kind)
@@ -310,6 +310,12 @@ def test_a_single_replica_gives_up_though_the_next_gradient_is_finite(backend: s
     single_replica((9, 10), 9, backend, loss_scaler=scaler, max_skipped_steps=2)
     with pytest.raises(TrainingDiverged, match="2 steps in a row"):
         single_replica((9, 10), 12, backend, loss_scaler=scaler, max_skipped_steps=2)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_single_replica_may_clip_its_gradients_itself(backend: str, caplog: pytest.LogCaptureFixture) -> None:
+    single_replica((), 30, backend, own_norm=1.0)
+    assert not caplog.messages
 
 
 def test_clipping_bounds_the_momentum() -> None:
