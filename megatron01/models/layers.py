@@ -364,7 +364,7 @@ class TransformerLayer(nn.Module):
         ``keys``: int32[2, 2], of both dropouts if they are hashed; see ``hashed_dropout``.
         """
         drops: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (self.dropout, self.dropout)
-        if keys is not None:
+        if keys is not None and self.dropout.training and self.dropout.p > 0:
             drops = [partial(hashed_dropout, probability=self.dropout.p, key=key) for key in keys.unbind()]
         drop_attended, drop_mlp = drops
         if self.norm_placement == "pre":

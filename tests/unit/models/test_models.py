@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
-from megatron01.models import GPT2, Bert, padded_vocab_size
+from megatron01.models import GPT2, Bert, layers, padded_vocab_size
 from megatron01.models.layers import _CUDNN_SINCE, SelfAttention, compile_layers, hashed_dropout
 from megatron01.training.pretrain import _deterministic
 from tests.tiers import slow_after
@@ -124,6 +125,21 @@ def test_keys_of_dropout_are_new_in_each_pass_and_layer(gpt_config, gpt_batch):
     before = torch.get_rng_state()
     assert torch.equal(model.loss(**gpt_batch()), model.loss(**gpt_batch()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_hashed_dropout_follows_each_layers_own(gpt_config, gpt_batch):
+    """A user may put layers, or their dropout alone, into evaluation mode; without dropout nothing is hashed."""
+    model = GPT2(gpt_config(hidden_dropout=0.3), 53)
+    model.transformer.hashes_dropout = True
+    model.embedding.eval()
+    model.transformer.layers[0].eval()
+    assert not torch.equal(model.loss(**gpt_batch()), model.loss(**gpt_batch()))
+    model.transformer.layers[1].dropout.eval()
+    assert torch.equal(model.loss(**gpt_batch()), model.loss(**gpt_batch()))
+    model = GPT2(gpt_config(hidden_dropout=0.0), 53)
+    model.transformer.hashes_dropout = True
+    with patch.object(layers, "hashed_dropout", side_effect=AssertionError):
+        model.loss(**gpt_batch())
 
 
 def test_gpt2_is_causal(gpt_config, gpt_batch):
