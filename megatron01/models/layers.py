@@ -429,10 +429,10 @@ class Transformer(nn.Module):
             ).unbind()
         for index, layer in enumerate(self.layers):
             if self.recomputes_layers and torch.is_grad_enabled():
-                hidden, _ = checkpoint(layer, hidden, attention_mask, None, rows, keys[index], use_reentrant=False)
+                hidden = checkpoint(layer, hidden, attention_mask, None, rows, keys[index], use_reentrant=False)[0]
             else:
                 layer_cache = None if cache is None else cache.layers[index]
-                hidden, _ = layer(hidden, attention_mask, layer_cache, rows, keys[index])
+                hidden = layer(hidden, attention_mask, layer_cache, rows, keys[index])[0]
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
 
