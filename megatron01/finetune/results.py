@@ -247,8 +247,8 @@ class Setting:
         return sum(result.diverged for result in self.results)
 
     def best_run(self, metric: str) -> Run:
-        """The run with the highest metric; among equals the lowest seed."""
-        return min(self.results, key=lambda result: (-result.metrics[metric], result.run.seed)).run
+        """The run with the highest metric, a diverged one only where all have; among equals the lowest seed."""
+        return min(self.results, key=lambda one: (one.diverged, -one.metrics[metric], one.run.seed)).run
 
 
 def settings_of(results: Iterable[Result]) -> list[Setting]:

@@ -53,6 +53,11 @@ def test_the_best_setting_by_the_median_over_its_seeds():
     assert row.values == {"RTE": pytest.approx(70), "MRPC": pytest.approx(75), "MRPC F1": pytest.approx(37.5)}
 
 
+def test_a_run_with_a_negative_correlation_is_better_than_a_diverged_one():
+    (setting,) = settings_of([result("RTE", 1e-5, 0, 0.0, diverged=True), result("RTE", 1e-5, 1, -0.1)])
+    assert setting.best_run("accuracy").seed == 1
+
+
 def test_the_lines_for_the_terminal():
     diverged = [result("RTE", 1e-5, 0, 0.0, diverged=True), result("RTE", 1e-5, 1, 0.5)]
     lines = best_lines(best_settings(settings_of(diverged), COLUMNS), COLUMNS)
