@@ -210,7 +210,8 @@ def test_a_mistake_is_not_repeated(cluster: dict[str, str], tmp_path: Path) -> N
     config = gpt_config(tmp_path, vocab_file=str(tmp_path / "missing.json"))
     job = Job(cluster, tmp_path, "pretrain_gpt.py", config, DOCTOR="yes")
     job.wait_until(lambda: job.state() == "FAILED")
-    assert "2 processes on 2 nodes, started by: srun" in job.output() and "no problem found" in job.output()
+    output = job.output()
+    assert "2 processes on 2 nodes, started by: srun" in output and "no problem found" in output, output
     assert "ended by a mistake" in job.output() and "again" not in job.output()
     assert "missing.json" in job.logs() and "Traceback" not in job.logs()
 
