@@ -25,6 +25,7 @@ from triton.runtime.jit import JITFunction
 from megatron01.comm.kernels import gpu
 from megatron01.comm.kernels.gpu import TritonCodec, TritonRows
 from megatron01.comm.payload import Header, Packed, PackedBlocks, PackedFormat, Quantizer, Status, dense_row_bytes
+from megatron01.models.kernels import log_sums
 from megatron01.optim.kernels.gpu import TritonKernels
 from megatron01.optim.local_update import (
     ACCUMULATE,
@@ -202,6 +203,13 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
     kernels.sum_squares(packed_as("4bit"), BLOCK_SIZE)
 
 
+def compile_softmax(compiler: Compiler, dtype: torch.dtype) -> None:
+    compiler.label = f"softmax, {str(dtype).removeprefix('torch.')}"
+    logits, weights = torch.zeros(2, 50_304, dtype=dtype), torch.ones(2)
+    for gradient_weights in (None, weights):
+        log_sums(logits, torch.zeros(2, dtype=torch.int64), 50_257, gradient_weights)
+
+
 if __name__ == "__main__":
     assert not gpu.INTERPRETED
     gpu.INTERPRETED = True  # so that CPU tensors are accepted
@@ -216,3 +224,5 @@ if __name__ == "__main__":
         (torch.bfloat16, torch.bfloat16),
     ):
         compile_updates(compiler, dtype, state_dtype)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        compile_softmax(compiler, dtype)

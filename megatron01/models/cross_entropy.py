@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from megatron01.comm.kernels import triton_serves
 
 # Bytes of logits in memory at once. Every chunk reads and writes the gradient of the weights once: small ones are slow.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -64,38 +65,14 @@ def cross_entropy(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_w
     return losses
 
 
-def log_sums(logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None) -> Tensor:
-    """log of the sum of exp(logits) of each token, (n,) fp32; arguments, and the gradient, as of ``cross_entropy``.
-
-    A compiler makes one kernel of these operations over whole rows, whose programs keep their row in the cache. It
-    would make several with a slice or a gather among them.
-    """
-    columns = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
-    real = torch.where(columns < vocab_size, logits.float(), -torch.inf)
-    sums = real.logsumexp(1, keepdim=True)
-    if gradient_weights is not None:
-        one_hot = (columns == labels[:, None].int()).float()
-        logits.copy_(((real - sums).exp() - one_hot) * gradient_weights[:, None])
-    return sums[:, 0]
-
-
-@cache
-def _compiled_log_sums() -> Callable[..., Tensor]:
-    """``log_sums``, compiled for all models: one that held it could not be pickled."""
-    return torch.compile(log_sums)
-
-
-def fusible_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    gradient_weights: Tensor | None = None,
-    log_sums: Callable[..., Tensor] = log_sums,
+def fused_cross_entropy(
+    logits: Tensor, labels: Tensor, *, vocab_size: int, gradient_weights: Tensor | None = None
 ) -> Tensor:
-    """As ``cross_entropy``, by ``log_sums``, which may be compiled."""
+    """As ``cross_entropy``, by one kernel for GPUs that Triton serves; ``logits`` must be contiguous."""
+    from megatron01.models.kernels import log_sums  # Triton is only loaded where it is used
+
     own = logits[:, :vocab_size].gather(1, labels[:, None])[:, 0].float()  # refuses a padding id
-    return log_sums(logits, labels, vocab_size=vocab_size, gradient_weights=gradient_weights) - own
+    return log_sums(logits, labels, vocab_size, gradient_weights) - own
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -115,12 +92,13 @@ class _ProjectedLoss(torch.autograd.Function):
         num_rows = max(1, chunk_bytes // (weight.shape[0] * weight.itemsize))
         if hidden.dtype is torch.float16:
             num_rows = min(num_rows, MOST_TOKENS_IN_FP16)
-        buffer = hidden.new_empty((min(num_rows, len(hidden)), weight.shape[0]))
+        num_rows = -(-len(hidden) // max(1, -(-len(hidden) // num_rows)))  # chunks of equal length
+        buffer = hidden.new_empty((num_rows, weight.shape[0]))
         losses = torch.empty_like(mask)  # (n,)
         hidden_gradient = hidden.new_empty(hidden.shape) if with_gradients else None
         weight_gradient: Tensor | None = None
         bias_gradient = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        for start in range(0, len(hidden), num_rows):
+        for start in range(0, len(hidden), max(1, num_rows)):
             rows = slice(start, start + num_rows)
             chunk = hidden[rows]
             logits = buffer[: len(chunk)]
@@ -155,9 +133,12 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """total + left @ right; summed in fp32 from the second product on, so that each product is rounded only once."""
     if total is None:
         return left @ right
+    total = total.float()
     if left.dtype is torch.float32:
         return total.addmm_(left, right)
-    return total.float().add_(left @ right)
+    if left.device.type == "cuda" and torch.version.hip is None:  # one kernel, which does not round the product
+        return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    return total.add_(left @ right)
 
 
 def _scaled(values: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,20 +155,16 @@ class VocabularyLoss(nn.Module):
 
     Attributes:
         chunk_bytes: of logits in memory at once; ``CHUNK_BYTES`` of the device if None.
-        compiles_softmax: compute ``token_losses`` by ``fusible_cross_entropy`` with ``log_sums`` compiled.
     """
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
         self.vocab_size = vocab_size
         self.chunk_bytes: int | None = None
-        self.compiles_softmax = False
 
     def token_losses(self, logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
         """As ``cross_entropy``: (n, V), (n,), (n,) or None -> (n,) fp32. Tensor-parallel ranks have another."""
-        function = cross_entropy
-        if self.compiles_softmax:
-            function = partial(fusible_cross_entropy, log_sums=_compiled_log_sums())
+        function = fused_cross_entropy if triton_serves(logits.device) else cross_entropy
         return function(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
     # Its loops depend on the number of tokens, which for BERT differs from batch to batch. torch.compiler.disable does

@@ -31,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 from megatron01.config import ModelConfig
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
-from megatron01.models.cross_entropy import VocabularyLoss
 
 _CUDNN_SINCE = "2.11"
 """The first version of torch with whose cuDNN attention was compared with plain attention, on an H200."""
@@ -439,7 +438,7 @@ class Transformer(nn.Module):
 def compile_layers(
     model: nn.Module, *, backend: str | Callable[..., Any] = "inductor", hashes_dropout: bool = True
 ) -> bool:
-    """Compile each ``TransformerLayer`` of a model, and the softmax of its loss, in place; False if it has no layer.
+    """Compile each ``TransformerLayer`` of a model in place; False if it has no layer.
 
     ``hashes_dropout``: see ``hashed_dropout``; not for tensor-parallel models, whose ranks draw numbers of their own.
 
@@ -455,9 +454,7 @@ def compile_layers(
     for layer in layers:
         layer.compile(backend=backend)
     for module in model.modules() if backend == "inductor" else ():  # others fuse nothing
-        if isinstance(module, VocabularyLoss):
-            module.compiles_softmax = True
-        elif isinstance(module, Transformer):
+        if isinstance(module, Transformer):
             module.hashes_dropout = hashes_dropout
         elif isinstance(module, MLP) and module.gelu_form == "tanh":
             module.gelu = fusible_gelu

@@ -41,20 +41,22 @@ def test_all_kernels_compile(kernels: list[dict[str, Any]]) -> None:
             "read_kernel",
             "reduce_kernel",
             "soft_sign_kernel",
+            "softmax_kernel",
             "square_sums_kernel",
             "update_kernel",
         }
 
 
 def test_every_operation_is_rounded_to_nearest_by_itself(kernels: list[dict[str, Any]]) -> None:
-    """No fused multiply-add, no approximation, and no flushing of denormals."""
+    """No fused multiply-add, no approximation, and no flushing of denormals; but for the softmax of a loss."""
     exact = {f"{name}.rn.f32" for name in ("add", "sub", "mul", "div", "sqrt")} | {
         "abs.f32",
         "neg.f32",
         "min.f32",
         "max.f32",
     }
-    used = {operation for kernel in kernels for operation in kernel["operations"]}
+    exchanging = [kernel for kernel in kernels if kernel["kernel"] != "softmax_kernel"]
+    used = {operation for kernel in exchanging for operation in kernel["operations"]}
     assert used <= exact, used - exact
     assert {"add.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"} <= used
 
@@ -62,6 +64,8 @@ def test_every_operation_is_rounded_to_nearest_by_itself(kernels: list[dict[str,
 def test_sums_run_over_pairs_so_that_their_order_is_fixed(kernels: list[dict[str, Any]]) -> None:
     for kernel in kernels:
         scaled = kernel["label"].startswith("codec, sign") and kernel["kernel"] in ("compress_kernel", "reduce_kernel")
+        if kernel["kernel"] == "softmax_kernel":
+            continue
         sums = 10 if scaled or kernel["kernel"] == "square_sums_kernel" else 0
         assert kernel["summed_axes"] == [2] * sums, kernel
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.models import cross_entropy as module
-from megatron01.models.cross_entropy import VocabularyLoss, cross_entropy, fusible_cross_entropy
+from megatron01.models.cross_entropy import VocabularyLoss, cross_entropy
 
 
 def projected(hidden, weight, bias, labels, mask, vocab_size):
@@ -131,16 +131,3 @@ def test_nothing_selected_is_a_loss_of_zero_with_its_graph(num_tokens):
     assert loss.item() == 0
     loss.backward()
     assert all(tensor.grad.eq(0).all() for tensor in (hidden, weight, bias))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_softmax_that_is_compiled_is_that_which_is_not(dtype):
-    logits, labels = (3 * torch.randn(37, 128)).to(dtype), torch.randint(100, (37,))
-    for weights in (None, torch.rand(37)):
-        ours, expected = logits.clone(), logits.clone()
-        losses = fusible_cross_entropy(ours, labels, vocab_size=100, gradient_weights=weights)
-        wanted = cross_entropy(expected, labels, vocab_size=100, gradient_weights=weights)
-        torch.testing.assert_close(losses, wanted)
-        torch.testing.assert_close(ours, expected)
-    with pytest.raises(RuntimeError):
-        fusible_cross_entropy(logits, labels + 100, vocab_size=100)
