@@ -20,11 +20,19 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, layers, padded_vocab_size
-from megatron01.models.layers import _CUDNN_SINCE, SelfAttention, compile_layers, hashed_dropout
+from megatron01.models.layers import (
+    _CUDNN_SINCE,
+    SelfAttention,
+    compile_layers,
+    fusible_exact_gelu,
+    fusible_gelu,
+    hashed_dropout,
+)
 from megatron01.training.pretrain import _deterministic
 from tests.tiers import slow_after
 from tests.triton_setup import DEVICE
 
+GELUS = pytest.mark.parametrize(("gelu", "form"), [(fusible_gelu, "tanh"), (fusible_exact_gelu, "none")])
 PLACEMENTS = pytest.mark.parametrize("placement", ["post", "pre"])
 
 
@@ -36,6 +44,19 @@ def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Ten
 
 def total_loss(model: GPT2 | Bert, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model.loss(**batch) if isinstance(model, GPT2) else sum(model.loss(batch).values())
+
+
+@GELUS
+def test_the_gelu_of_compiled_layers_is_torchs(gelu, form):
+    values = torch.linspace(-15.0, 15.0, 100_001, device=DEVICE).requires_grad_()
+    exact = values.detach().double().requires_grad_()
+    ours, expected = gelu(values), F.gelu(exact, approximate=form)
+    assert (ours - expected).abs().max() < 1e-6
+    (gradient,), (its_expected,) = (torch.autograd.grad(y.sum(), x) for y, x in ((ours, values), (expected, exact)))
+    assert (gradient - its_expected).abs().max() < 3e-6
+    narrow = values.detach().bfloat16().requires_grad_()
+    output = gelu(narrow)
+    assert output.dtype == narrow.dtype == torch.autograd.grad(output.sum(), narrow)[0].dtype
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
