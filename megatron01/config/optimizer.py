@@ -13,17 +13,19 @@ FusedKernels = Literal["torch", "apex", "auto"]
 LRDecayStyle = Literal["constant", "linear", "cosine", "inverse-square-root", "WSD", "exponential"]
 
 
-def default_bucket_elements(num_elements: int, *, on_gpu: bool) -> int:
+def default_bucket_elements(num_elements: int, *, on_gpu: bool, of_steps: bool = False) -> int:
     """Default bucket size, in elements, for a buffer of ``num_elements``.
 
-    On a CPU 4 Mi. On a GPU, where each bucket costs the host its launches, an eighth of the buffer but 4 to 64 Mi: at
-    most eight buckets of up to 500 M elements.
+    On a CPU 4 Mi. On a GPU, where each bucket costs the host its launches, an eighth of the gradients but 4 to 64 Mi:
+    at most eight buckets of up to 500 M elements. ``of_steps``: half as many, for accumulated steps, which are mostly
+    sent after the backward pass, with nothing for small buckets to overlap with.
     """
     at_least = 1 << 22
     if not on_gpu:
         return at_least
     rounded = 1 << 20  # more than rounding down to whole blocks for each row takes away
-    return min(max(at_least, -(-num_elements // 8) + rounded), 1 << 26)
+    buckets, at_most = (4, 1 << 27) if of_steps else (8, 1 << 26)
+    return min(max(at_least, -(-num_elements // buckets) + rounded), at_most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,8 @@ class OptimizerConfig(Bounded):
     one_bit_adam; Adam's own bound is 7.3."""
     bucket_elements: Positive[int] | None = None
     """Elements of a bucket: one is sent while the next is quantized. Fewer and larger buckets cost fewer kernel
-    launches, but overlap less. When not given: 4 Mi on CPUs; an eighth of the model on GPUs, 4 Mi to 64 Mi."""
+    launches, but overlap less. When not given: 4 Mi on CPUs; on GPUs an eighth of the model for gradients, 4 Mi to 64
+    Mi, and a quarter for steps in 1 bit, 4 Mi to 128 Mi."""
     overlap_exchange: bool = True
     """Start exchanges while the backward pass still runs, where this does not change the result: full steps, and 1-bit
     steps at an interval of 1 without clipping."""
@@ -152,6 +155,6 @@ class OptimizerConfig(Bounded):
             " --lr-warmup-fraction none for instance",
         )
 
-    def bucket_size(self, num_elements: int, *, on_gpu: bool) -> int:
-        """Elements of a bucket, for a buffer of ``num_elements``."""
-        return self.bucket_elements or default_bucket_elements(num_elements, on_gpu=on_gpu)
+    def bucket_size(self, num_elements: int, *, on_gpu: bool, of_steps: bool = False) -> int:
+        """Elements of a bucket, for a buffer of ``num_elements``; see ``default_bucket_elements``."""
+        return self.bucket_elements or default_bucket_elements(num_elements, on_gpu=on_gpu, of_steps=of_steps)

@@ -245,10 +245,10 @@ def memory(
             exchange = _inside_bytes(config, elements, bucket, precision, sharded=sharded)
         if sharded:
             elements = _owned_blocks(config, blocks, bucket, processes_per_node) * config.block_size
-            bucket, processes_per_node = config.bucket_size(elements, on_gpu=on_gpu), 1
+            processes_per_node = 1
         state = flat_state_bytes(config, nodes, processes_per_node, elements)
         exchange += _exchange_bytes(
-            config, nodes, processes_per_node, elements, bucket, precision, reduces_inside=not replica_is_node
+            config, nodes, processes_per_node, elements, precision, on_gpu=on_gpu, reduces_inside=not replica_is_node
         )
     step += passes.unused
     if plain_torch and not spec.ddp:
@@ -301,9 +301,9 @@ def _exchange_bytes(
     nodes: int,
     processes_per_node: int,
     elements: int,
-    bucket: int,
     precision: Precision,
     *,
+    on_gpu: bool,
     reduces_inside: bool,
 ) -> int:
     """Bytes of buffers of 1-bit and gradient exchanges; ``reduces_inside``: 1-bit exchanges first sum inside nodes."""
@@ -312,18 +312,24 @@ def _exchange_bytes(
         return 0
     hierarchical = nodes > 1 and processes_per_node > 1
     share_sent = 1 / processes_per_node if hierarchical else 1.0
-    num_buckets, bucket = -(-elements // bucket), min(bucket, elements)
     # compressed: send and receive buffers; hierarchical also the node's whole result
     compressed = elements * (2 * share_sent + hierarchical)
-    sums_inside = min(2, num_buckets) * 2 * INSIDE_BYTES * bucket if hierarchical else 0
+
+    def of_buckets(most: int, *, of_steps: bool = False) -> int:
+        """Elements of the buckets that are under way at a time, at most so many."""
+        bucket = config.bucket_size(elements, on_gpu=on_gpu, of_steps=of_steps)
+        return min(most, -(-elements // bucket)) * min(bucket, elements)
+
     total = 0.0
     if _sends_bits(config):
-        total += packed_bytes(config) * compressed + (sums_inside if reduces_inside else 0)
+        total += packed_bytes(config) * compressed
+        total += 2 * INSIDE_BYTES * of_buckets(2, of_steps=True) if hierarchical and reduces_inside else 0
     if gradient_code_bits(config) is not None:
-        total += full_step_bytes(config, precision) * compressed + sums_inside
+        total += full_step_bytes(config, precision) * compressed
+        total += 2 * INSIDE_BYTES * of_buckets(2) if hierarchical else 0
     elif find_optimizer(config.optimizer).full_precision is not None:
-        slots = min(4 if hierarchical else 2, num_buckets)
-        total += slots * 2 * full_step_bytes(config, precision) * bucket * (share_sent + hierarchical)
+        buckets = of_buckets(4 if hierarchical else 2)
+        total += 2 * full_step_bytes(config, precision) * buckets * (share_sent + hierarchical)
     return round(total)
 
 

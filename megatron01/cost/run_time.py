@@ -202,7 +202,7 @@ class StepModel:
         work, cluster, config = self.work, self.cluster, self.config
         if cluster.processes == 1:
             return self.local()
-        num_buckets = self._num_buckets()
+        num_buckets = self._num_buckets(of_steps=True)
         timeline, passes = self._passes(num_buckets)
         update = self._update(_ONE_BIT if find_optimizer(config.optimizer).second_moment else _MOMENTUM)
         starts_early = config.overlap_exchange and every_step and config.clip_grad == 0 and not self.replica_is_node
@@ -245,9 +245,10 @@ class StepModel:
             passes.append(last)
         return timeline, passes
 
-    def _num_buckets(self) -> int:
+    def _num_buckets(self, *, of_steps: bool = False) -> int:
         elements = self.work.parameters
-        return _whole_buckets(elements / self.config.bucket_size(elements, on_gpu=self.cluster.on_gpu))
+        size = self.config.bucket_size(elements, on_gpu=self.cluster.on_gpu, of_steps=of_steps)
+        return _whole_buckets(elements / size)
 
     def _average_inside(self, timeline: Timeline, passes: list[int]) -> list[int]:
         """Add the all-reduce of gradients inside a node, in 16 bits, at every step, if a node is one replica.

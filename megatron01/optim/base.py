@@ -45,6 +45,7 @@ from megatron01.comm import (
 )
 from megatron01.comm.payload import OwnedBlocks, digest
 from megatron01.comm.transport import Sent
+from megatron01.config.optimizer import default_bucket_elements
 from megatron01.errors import UserError
 from megatron01.optim import safety
 from megatron01.optim.exchanges import (
@@ -252,6 +253,10 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         counted = None if partial is None else partial.counted_blocks(flat)
         on_device = None if counted is None else torch.from_numpy(counted).to(flat.device)
         shared: dict[str, Any] = {"bucket_elements": settings.bucket_elements, "backend": settings.backend}
+        of_steps = shared | {
+            "bucket_elements": settings.bucket_elements
+            or default_bucket_elements(flat.blocks.num_elements, on_gpu=flat.device.type == "cuda", of_steps=True)
+        }
         agree = None if partial is None else partial.most_severe
 
         def dense(over: Topology, guard: OverflowGuard) -> GradientMean:
@@ -260,7 +265,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             return GradientMean(mean, flat, self._kernels, guard, order=order, counted=on_device, measures=measures)
 
         def compressed(quantizer: Quantizer, active: Tensor, **options: Any) -> OneBitAllReduce:
-            options |= {"dtype": state_dtype, "counted": on_device, "agree": agree, **shared}
+            options |= {"dtype": state_dtype, "counted": on_device, "agree": agree}
             options["checks_late"] = self._kernels.runs_behind
             return OneBitAllReduce(flat.blocks, topology, active=active, quantizer=quantizer, **options)
 
@@ -270,7 +275,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             guard = self._guard if self._sharded is None else self._sharded.guard
             wire = settings.gradient_wire_dtype
             if isinstance(wire, str) and topology.crosses_nodes:
-                exchange = compressed(wire, self._candidates, of_processes=True)
+                exchange = compressed(wire, self._candidates, of_processes=True, **shared)
                 self._quantized = QuantizedGradientMean(exchange, self._local, guard, order=order, counted=on_device)
             of_all = self._quantized or dense(topology, guard)
         if quantizer is not None and topology.replica == "node" and topology.local_size > 1:
@@ -280,7 +285,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             self._exchange = CompressedAllReduce(
                 DenseExchange(flat.blocks, topology, agree=agree, **shared)
                 if quantizer == "none"
-                else compressed(quantizer, active),
+                else compressed(quantizer, active, **of_steps),
                 self._local,
                 self._guard,
                 CompressionWatch(settings.watch_interval, partial),
@@ -1022,7 +1027,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if self.is_pending and not isinstance(self._process_group, Topology):
             safety.wait_for_all(self._topology, safety.ranks_of(self._process_group), self.step_count)
         return {
-            "owner": safety.owner(self, self._world, self._whole),
+            "owner": safety.owner(self, self._world, self._whole, self.error_places()),
             "replicated": self.replicated_state(),
             "replica": self.replica_state(),
             "param_groups": super().state_dict()["param_groups"],
@@ -1050,7 +1055,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 mean.all_reduce(buffer)
             self._topology.world.broadcast(scalars)
         return {
-            "owner": safety.owner(self, self._world, self._whole) | {"rank": None},
+            "owner": safety.owner(self, self._world, self._whole, self.error_places()) | {"rank": None},
             "replicated": replicated,
             "portable": {"average": average, "errors": errors, "scalars": scalars.cpu()},
             "param_groups": super().state_dict()["param_groups"],
@@ -1062,7 +1067,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         Raises:
             UserError: if the state is another optimizer's or replica's, or of other parameters.
         """
-        own = safety.owner(self, self._world, self._whole)
+        own = safety.owner(self, self._world, self._whole, self.error_places())
         safety.check_state_dict(state_dict, own, self.param_groups, self._local.x, self.step_count)
         self._whole.check_unchanged()  # parameters with new storage become views again
         before = [dict(group) for group in self.param_groups]

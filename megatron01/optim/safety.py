@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
-from megatron01.comm.payload import HEADER_BYTES
+from megatron01.comm.payload import HEADER_BYTES, ErrorPlace
 from megatron01.comm.transport import Transport, Work, read_checked
 from megatron01.errors import UserError
 from megatron01.parallel.launch import LaunchEnvironment
@@ -383,14 +383,17 @@ def error_key(name: str) -> str:
     return "gradient_error" if name.startswith("gradient_") else "error"
 
 
-def owner(optimizer: object, world: Transport, flat: FlatParameters) -> dict[str, Any]:
-    """The owner of a ``state_dict``, in plain numbers, strings and lists."""
+def owner(
+    optimizer: object, world: Transport, flat: FlatParameters, errors: Mapping[str, ErrorPlace]
+) -> dict[str, Any]:
+    """The owner of a ``state_dict``, in plain numbers, strings and lists; ``errors``: places of its error buffers."""
     return {
         "optimizer": type(optimizer).__name__,
         "rank": world.rank,
         "world_size": world.size,
         "block_size": flat.blocks.block_size,
         "shapes": [list(parameter.tensor.shape) for parameter in sorted(flat.parameters, key=lambda p: p.position)],
+        "errors": {name: [list(blocks) for blocks in place.ranges] for name, place in errors.items()},
     }
 
 
@@ -429,6 +432,12 @@ def check_state_dict(
             f"the state is that of replica {given['rank']} of {given['world_size']}, and this is replica {own['rank']}"
             f" of {own['world_size']}: each replica saves and loads a state_dict() of its own; portable_state_dict(),"
             " called on all replicas, gives one that any replica loads, of any number of them"
+        )
+    if not portable and given.get("errors", own["errors"]) != own["errors"]:
+        raise UserError(
+            "the error feedback of the state belongs to other elements, as the buckets of its exchange are others: give"
+            " the optimizer the bucket_elements and the nodes of the one that saved it, or load what its"
+            " portable_state_dict() gave"
         )
     if not portable and "x" in state["replicated"] and "scalars" in state["replica"]:
         saved_at = int(state["replica"]["scalars"][0])

@@ -114,7 +114,7 @@ class CommonSettings:
         max_skipped_steps: consecutive skipped steps after which ``TrainingDiverged`` is raised.
         gradient_wire_dtype: type of averaged gradients on the wire: fp32, bf16 or fp16; "4bit" or "8bit", with error
             feedback; the widest parameter type if None.
-        bucket_elements: elements of a bucket; None: 4 Mi on CPUs, on GPUs an eighth of the model, but 4 to 64 Mi.
+        bucket_elements: elements of a bucket; None: see ``config.optimizer.default_bucket_elements``.
         overlap: whether ``attach`` lets exchanges start while the backward pass still runs.
         watch_interval: exchanges between two measurements of the quantization error; 0 for none. One costs a pass.
         masks: by parameter name, which elements ever move; see ``flat_parameters.parameter_masks``.

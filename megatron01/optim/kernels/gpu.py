@@ -385,7 +385,7 @@ class TritonKernels:
         self._device = device
         self._size = elements_per_program
         # a whole bucket in one launch
-        self.range_elements = 1 << 26
+        self.range_elements = 1 << 27
 
     def sum_squares(self, values: Tensor | PackedBlocks, block_size: int) -> Tensor:
         count = values.numel() // block_size

@@ -62,8 +62,11 @@ def test_steps_by_hand() -> None:
     # a delayed synchronization overlaps with up to one step's computation
     delayed = StepModel(ALONE, work, replace(ONE_BUCKET, delay_synchronization=True)).one_bit(every_step=False)
     assert delayed.seconds == pytest.approx(0.3)
-    # without clipping, most 1-bit buckets are sent during the backward pass
-    early = StepModel(ALONE, work, replace(DENSE, clip_grad=0.0)).one_bit(every_step=True)
+    # without clipping, most of 8 1-bit buckets are sent during the backward pass, and fewer of the default 4
+    settings = replace(DENSE, clip_grad=0.0)
+    four = StepModel(ALONE, work, settings).one_bit(every_step=True)
+    early = StepModel(ALONE, work, replace(settings, bucket_elements=WORK.parameters // 8)).one_bit(every_step=True)
+    assert early.exposed < four.exposed < 0.5 * one.exposed
     assert 0.0 < early.exposed < 0.25 * one.exposed
 
 

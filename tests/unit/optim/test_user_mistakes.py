@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -426,6 +427,28 @@ def test_a_state_of_which_a_part_does_not_fit_changes_nothing() -> None:
         with pytest.raises(UserError, match=f"'{part}'"):
             optimizer.load_state_dict(state)
         assert optimizer.fingerprint() == before and optimizer.param_groups[0]["weight_decay"] != 0.5
+
+
+@pytest.mark.parametrize(("nodes", "processes"), [(4, 1), (2, 2)])
+def test_a_state_whose_errors_belong_to_other_elements_is_refused(
+    monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "benchmarks"))
+    from simulated_replicas import loop_topology
+
+    def optimizer(bucket_elements: int) -> ZeroOneAdam:
+        topology = loop_topology(nodes, processes)
+        parameter = nn.Parameter(torch.ones(1024))
+        return ZeroOneAdam([parameter], 0.1, process_group=topology, block_size=32, bucket_elements=bucket_elements)
+
+    state, other = optimizer(256).state_dict(), optimizer(512)
+    sizes = {name: tensor.numel() for name, tensor in other.state_dict()["replica"].items()}
+    assert sizes == {name: tensor.numel() for name, tensor in state["replica"].items()}
+    before = other.fingerprint()
+    with pytest.raises(UserError, match="give the optimizer the bucket_elements"):
+        other.load_state_dict(state)
+    assert other.fingerprint() == before
+    optimizer(256).load_state_dict(state)
 
 
 def trained(steps: int) -> ZeroOneAdam:
