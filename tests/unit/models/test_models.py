@@ -22,6 +22,7 @@ from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, layers, padded_vocab_size
 from megatron01.models.layers import (
     _CUDNN_SINCE,
+    MLP,
     SelfAttention,
     compile_layers,
     fusible_exact_gelu,
@@ -57,6 +58,24 @@ def test_the_gelu_of_compiled_layers_is_torchs(gelu, form):
     narrow = values.detach().bfloat16().requires_grad_()
     output = gelu(narrow)
     assert output.dtype == narrow.dtype == torch.autograd.grad(output.sum(), narrow)[0].dtype
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_gelus_for_compiled_layers_keep_their_gradients_when_compiled(
+    gpt_config, bert_config, gpt_batch, bert_batch, kind
+):
+    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    if kind == "gpt2":
+        model, batch = GPT2(gpt_config(**settings), 53), gpt_batch()
+    else:
+        model, batch = Bert(bert_config(**settings), 53, binary_head=True), bert_batch()
+    plain = gradients(model, total_loss(model, batch))
+    for module in model.modules():
+        if isinstance(module, MLP):
+            module.gelu = fusible_gelu if kind == "gpt2" else fusible_exact_gelu
+    compile_layers(model, backend="aot_eager")
+    for name, gradient in gradients(model, total_loss(model, batch)).items():
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
