@@ -5,7 +5,8 @@
     python -m benchmarks.gpu --output runs/gpu --tiny        # on any machine: that it works, no figures
 
 Every part has its own process, time limit and record, so that a part that crashes, hangs or runs out of memory does not
-affect the others. Writes gpu.md and gpu.json into the folder after each part.
+affect the others. Two models are compiled side by side; while one is timed, the other is stopped. Writes gpu.md and
+gpu.json into the folder after each part.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
-import itertools
 import json
 import os
 import signal
@@ -22,12 +22,13 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.report import send_to_parts
 from benchmarks.reporting import ROOT, revision
 from megatron01.utils.files import write_atomically
 
@@ -57,34 +58,50 @@ def main() -> None:
     records = result.setdefault("parts", {})
     end = time.monotonic() + 60 * arguments.minutes
     chosen = [part for part in PARTS if not arguments.part or part.name in arguments.part]
-    together, alone = ([part for part in chosen if part.alone is value] for value in (False, True))
+    stopped, changed, free = threading.Event(), threading.Condition(), 1.0
 
-    stopped = threading.Event()
-
-    def measured(part: Part) -> tuple[Part, dict[str, Any]]:
-        return part, run(part, end - time.monotonic(), tiny=arguments.tiny, stopped=stopped)
-
-    # left by Ctrl-C, it stops the parts that run side by side before it waits for them
-    with ThreadPoolExecutor(len(together) or 1) as pool, contextlib.ExitStack() as leaving:
-        leaving.callback(stopped.set)
-        side_by_side = (task.result() for task in as_completed(pool.submit(measured, part) for part in together))
-        for part, record in itertools.chain(side_by_side, map(measured, alone)):
+    def perform(part: Part) -> None:
+        nonlocal free
+        try:
+            record = run(part, end - time.monotonic(), tiny=arguments.tiny, stopped=stopped, running=Path(running))
+        finally:
+            with changed:
+                free += part.share
+                changed.notify()
+        with changed:
             records[part.name] = record | {"commit": result["commit"]}
             print(f"{part.name}: {record['status']} ({record['seconds']:.0f} s)", flush=True)
             result["parts"] = {known.name: records[known.name] for known in PARTS if known.name in records}
             write_atomically(arguments.output / "gpu.json", json.dumps(result, indent=1) + "\n")
             write_atomically(arguments.output / "gpu.md", page(result))
+
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-parts-") as running,
+        ThreadPoolExecutor(len(chosen)) as pool,
+        contextlib.ExitStack() as leaving,
+    ):
+        leaving.callback(stopped.set)  # left by Ctrl-C, it stops the parts before it waits for them
+        tasks = []
+        for part in chosen:
+            with changed:
+                while free < part.share - 0.01:
+                    changed.wait()
+                free -= part.share
+            tasks.append(pool.submit(perform, part))
+        for task in tasks:
+            task.result()
     print(f"see {arguments.output / 'gpu.md'}")
     if any(not records[part.name]["status"].startswith(_ALL_RIGHT) for part in chosen):
         raise SystemExit(1)
 
 
-def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event) -> dict[str, Any]:
+def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event, running: Path) -> dict[str, Any]:
     """Run a part; returns its ``status`` in words, its ``seconds`` and its ``findings`` so far.
 
     Args:
         left: seconds left for all parts.
         stopped: ends the part when it is set.
+        running: folder with a file for each running part, named by its process.
     """
     if left <= 0:
         return {"status": "not begun: the time for all parts was over", "seconds": 0.0, "findings": {}}
@@ -94,13 +111,16 @@ def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event) -> dic
         record, output = Path(folder, "record.json"), Path(folder, "output")
         what = [part.module, part.function, json.dumps(part.arguments), str(record)]
         command = [sys.executable, "-m", "benchmarks.gpu.parts", *what, *(["--tiny"] if tiny else [])]
+        command += ["--share", str(part.share), "--running", str(running)]
         paths = [str(ROOT), str(ROOT / "benchmarks")]  # the other benchmarks import each other from their own folder
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with output.open("w") as file:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
             )
+            own_file = running / str(process.pid)
             try:
+                own_file.touch()
                 while process.poll() is None and time.monotonic() < start + min(own, left) and not stopped.wait(0.1):
                     pass
                 if process.returncode is not None:
@@ -112,7 +132,11 @@ def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event) -> dic
                 else:
                     status = f"ran out of its time of {own:.0f} s"
             finally:
+                own_file.unlink(missing_ok=True)
+                is_over = process.returncode == 0
                 _end(process)
+                if not is_over:  # while it was measuring, perhaps
+                    send_to_parts(running, signal.SIGCONT)
         findings = json.loads(record.read_text()) if record.exists() else {}
         said = output.read_text(errors="replace")[-4000:]
     of_cases = [finding for finding in findings.values() if isinstance(finding, dict)]
@@ -134,6 +158,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process of a part and its children; a launcher among them first gets the time to end its ranks."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGCONT)  # another part may have stopped it
         patience = time.monotonic() + _GRACE_SECONDS
         while time.monotonic() < patience:
             process.poll()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import gc
 import json
-from collections.abc import Callable
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +50,33 @@ REAL = Sizes((100_003, 354_871_297, 2**31 + 12_345), 354_871_296, 20, "345m", ((
 TINY = Sizes((3_001, 40_001), 20_480, 2, "tiny", ((8, 1), (2, 8)), 2)
 
 
+_SETTLING_SECONDS = 0.3
+"""In which a GPU completes what processes that are stopped have given it."""
+
+
+def send_to_parts(running: Path, number: signal.Signals) -> None:
+    """Send a signal to the processes of all parts in the folder ``running``, but for this process's own."""
+    for file in running.iterdir():
+        if file.name.isdigit() and int(file.name) != os.getpid():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(int(file.name), number)
+
+
 class Report:
     """The findings of one part.
 
+    Args:
+        running: folder with a file for each running part, named by its process; None if there is no other.
+
     Attributes:
         sizes: full ones, or tiny ones in tests.
+        share: of the GPU, that the part may take.
         findings: so far, by name.
     """
 
-    def __init__(self, path: Path, *, tiny: bool) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, tiny: bool, share: float = 1.0, running: Path | None = None) -> None:
+        self._path, self._running = path, running
+        self.share = share
         self.tiny = tiny
         self.sizes = TINY if tiny else REAL
         self.findings: dict[str, Any] = {}
@@ -63,6 +85,21 @@ class Report:
         """Record a finding, a JSON value."""
         self.findings[name] = finding
         write_atomically(self._path, json.dumps(self.findings))
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Context in which the other parts are stopped, so that they take no time of the processor and the GPU."""
+        if self._running is None:
+            yield
+            return
+        with (self._running / "measuring").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            send_to_parts(self._running, signal.SIGSTOP)
+            try:
+                time.sleep(_SETTLING_SECONDS)
+                yield
+            finally:
+                send_to_parts(self._running, signal.SIGCONT)
 
     def attempt(self, name: str, function: Callable[..., Any], *arguments: Any) -> None:
         """Record the result of ``function``, or its error; the part continues after an error."""

@@ -249,6 +249,8 @@ def models(report: Report, model: str, size: str, *, compiled: bool) -> None:
     Batches are a multiple of the recipe's, which suits small GPUs: the largest of ``_BATCHES`` that fits into memory.
     Of the most wanted models this library's loop also takes twice the largest of them, if that fits by the plan.
     """
+    if DEVICE.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(report.share)
     is_wanted = (model, size) in MODELS[:2]
     size = "tiny" if report.tiny else size
     for batches in _BATCHES:
@@ -259,13 +261,13 @@ def models(report: Report, model: str, size: str, *, compiled: bool) -> None:
         if not any("out of memory" in found.get("failed", "") for found in report.findings.values()):
             break
     workload = dataclasses.replace(workload, batches=2 * batches)
-    if compiled and is_wanted and batches == _BATCHES[0] and _fits(_plan(workload)[1]):
+    if compiled and is_wanted and batches == _BATCHES[0] and _fits(report, _plan(report, workload)[1]):
         torch._dynamo.reset()
         report.attempt("ours, twice the batch", _ours, report, workload, compiled)
 
 
 def _ours(report: Report, workload: Workload, compiled: bool) -> dict[str, Any]:
-    recompute, plan = _plan(workload)
+    recompute, plan = _plan(report, workload)
     _start_of_memory()
     training = Training(workload, None, compiled=compiled, recompute_activations=recompute)
     batch = training.batch()
@@ -275,21 +277,21 @@ def _ours(report: Report, workload: Workload, compiled: bool) -> dict[str, Any]:
     return found | {"recompute": recompute, "planned_memory": plan.total, "kinds": "local and synchronizing, in turn"}
 
 
-def _plan(workload: Workload) -> tuple[Any, Memory]:
+def _plan(report: Report, workload: Workload) -> tuple[Any, Memory]:
     """Recomputation, none where memory allows, and the memory that is planned with it."""
     config = with_shape(workload.config(watch_interval=0), workload)
     plan = planned(config, 1, on_gpu=DEVICE.type == "cuda")
     recompute = config.model.recompute_activations
     if recompute != "none" and DEVICE.type == "cuda":
         plan_stored = planned(_replace_model(config, recompute_activations="none"), 1, on_gpu=True)
-        if _fits(plan_stored):
+        if _fits(report, plan_stored):
             recompute, plan = "none", plan_stored
     return recompute, plan
 
 
-def _fits(plan: Memory) -> bool:
-    """Whether a plan leaves some of the GPU's memory; True without a GPU."""
-    return DEVICE.type != "cuda" or plan.total < 0.85 * torch.cuda.get_device_properties(DEVICE).total_memory
+def _fits(report: Report, plan: Memory) -> bool:
+    """Whether a plan leaves some of the part's share of a GPU's memory; True without a GPU."""
+    return DEVICE.type != "cuda" or plan.total < 0.9 * report.share * torch.cuda.mem_get_info(DEVICE)[1]
 
 
 def with_shape(config: PretrainConfig, workload: Workload) -> PretrainConfig:
@@ -362,11 +364,14 @@ def _rate(report: Report, workload: Workload, take_step: Callable[[], None], mod
         take_step()
     _wait()
     warm_up = time.perf_counter() - start
-    start = time.perf_counter()
-    for _ in range(report.sizes.steps):
+    with report.measuring():
         take_step()
-    _wait()
-    seconds = (time.perf_counter() - start) / report.sizes.steps
+        _wait()
+        start = time.perf_counter()
+        for _ in range(report.sizes.steps):
+            take_step()
+        _wait()
+        seconds = (time.perf_counter() - start) / report.sizes.steps
     sequences, length = workload.shape
     per_second = sequences * length / seconds
     flops = model.flops_per_token(length) * per_second

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -20,6 +21,38 @@ def hanging(report: Report) -> None:
     report.add("number", {"value": 1})
     print("waiting", flush=True)
     time.sleep(1000)
+
+
+def counting(report: Report, folder: str) -> None:
+    """Append to a file until the other parts have ended."""
+    total = 0
+    with Path(folder, "counts").open("w") as file:
+        while not all(Path(folder, name).exists() for name in ("measuring", "dying")):
+            total += 1
+            print(file=file, flush=True)
+            time.sleep(0.01)
+    time.sleep(1.0)
+    report.add("total", {"value": total})
+
+
+def measuring(report: Report, folder: str) -> None:
+    counts = Path(folder, "counts")
+    while not counts.exists() or counts.stat().st_size < 5:
+        time.sleep(0.01)
+    with report.measuring():
+        before = counts.stat().st_size
+        time.sleep(0.3)
+        during = counts.stat().st_size - before
+    report.add("counted", {"before": before, "during": during})
+    Path(folder, "measuring").touch()
+
+
+def dying(report: Report, folder: str) -> None:
+    while not Path(folder, "measuring").exists():
+        time.sleep(0.01)
+    with report.measuring():
+        Path(folder, "dying").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def crashing(report: Report) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event | None = None) -> dict[str, Any]:
-    return program.run(part, left, tiny=tiny, stopped=stopped or threading.Event())
+    with tempfile.TemporaryDirectory() as running:
+        return program.run(part, left, tiny=tiny, stopped=stopped or threading.Event(), running=Path(running))
 
 
 def part(function: str, seconds: float = 100.0, **arguments: Any) -> Part:
@@ -94,6 +97,52 @@ def test_the_page_says_how_each_part_ended() -> None:
 
 def test_names_of_parts_are_their_own() -> None:
     assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+@pytest.mark.slow
+def test_while_a_part_measures_the_other_stands_still(tmp_path: Path) -> None:
+    records, running = {}, tmp_path / "running"
+    running.mkdir()
+
+    def perform(name: str) -> None:
+        one = part(name, folder=str(tmp_path))
+        records[name] = program.run(one, 100.0, tiny=True, stopped=threading.Event(), running=running)
+
+    threads = [threading.Thread(target=perform, args=(name,)) for name in ("counting", "measuring", "dying")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert records["counting"]["status"] == records["measuring"]["status"] == "done"
+    counted = records["measuring"]["findings"]["counted"]
+    assert counted["during"] == 0 < counted["before"]
+    # it goes on, also after a part that died while it measured
+    assert records["dying"]["status"] == "ended by signal SIGKILL"
+    assert records["counting"]["findings"]["total"]["value"] > counted["before"]
+
+
+def test_parts_run_in_their_order_and_fill_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spans: dict[str, list[float]] = {}
+
+    def run(part: Part, *_: Any, **__: Any) -> dict[str, Any]:
+        spans[part.name] = [time.monotonic()]
+        time.sleep(0.3)
+        spans[part.name].append(time.monotonic())
+        return {"status": "done", "seconds": 0.3, "findings": {}}
+
+    shares = {"a": 0.5, "b": 0.25, "c": 0.25, "d": 1.0, "e": 0.5, "f": 0.5}
+    parts = tuple(Part(name, 9.0, "", "", {}, share) for name, share in shares.items())
+    monkeypatch.setattr(program, "PARTS", parts)
+    monkeypatch.setattr(program, "run", run)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--output", str(tmp_path), "--tiny"])
+    program.main()
+
+    def overlap(one: str, other: str) -> bool:
+        return max(spans[one][0], spans[other][0]) < min(spans[one][1], spans[other][1])
+
+    assert overlap("a", "b") and overlap("b", "c") and overlap("e", "f")
+    assert not any(overlap("d", other) for other in shares if other != "d")
+    assert spans["c"][1] <= spans["d"][0] and spans["d"][1] <= spans["e"][0]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
