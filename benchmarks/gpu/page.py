@@ -123,7 +123,7 @@ def _exchange(findings: Findings) -> str:
                 counts = of["counts"]
                 cells = [_ms(of["seconds"]), _ms(of["host_seconds"]), _ms(of.get("waiting_seconds"))]
                 cells += [str(counts[key]) for key in ("operations", "kernels", "collectives", "host_reads")]
-                rows.append([name, kind, *cells, str(found["buckets"])])
+                rows.append([name, kind, *cells, str(found["buckets"][kind])])
     times = ["GPU, ms", "host, ms", "of it waiting, ms"]
     return markdown([["ranks", "step", *times, "operations", "kernels", "collectives", "host reads", "buckets"], *rows])
 

@@ -219,10 +219,10 @@ def _exchange(report: Report, nodes: int, processes: int) -> dict[str, Any]:
             found[expected]["seconds"].append(seconds)
             found[expected]["host_seconds"].append(host)
             found[expected]["waiting_seconds"].append(sum(waits))
-    buckets = len(optimizer._exchange.exchange.buckets)
+    buckets = {"full": optimizer._gradients.of_all.buckets, "one_bit": optimizer._exchange.exchange.buckets}
     return {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "buckets": buckets,
+        "buckets": {kind: len(buckets.get(kind, [])) for kind in KINDS},
         **{kind: {key: median(v) if isinstance(v, list) else v for key, v in of.items()} for kind, of in found.items()},
     }
 

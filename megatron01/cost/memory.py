@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from megatron01.cost.volume import (
 )
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
-from megatron01.models.cross_entropy import CHUNK_BYTES, VocabularyLoss
+from megatron01.models.cross_entropy import CHUNK_BYTES, VocabularyLoss, cross_entropy, row_chunks
 from megatron01.models.layers import SelfAttention
 from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.utils.files import shipped
@@ -86,6 +87,9 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
     """
     dtype = DTYPES[config.training.precision]
     heap_block = LARGE_BLOCK if gives_back_freed_blocks(config.model, "cpu") else _HEAP_BLOCK
+    for module in model.modules():
+        if isinstance(module, VocabularyLoss):
+            module.token_losses = partial(_memory_of_losses, vocab_size=module.vocab_size, on_gpu=on_gpu)
     if on_gpu:
         _use_kernels_of_gpus(model)
     # the dispatch modes are not active in autograd's own threads
@@ -161,6 +165,16 @@ class _Storages(TorchDispatchMode):
     def _release(self, key: int, size: int) -> None:
         self._known.pop(key, None)
         self.bytes -= size
+
+
+def _memory_of_losses(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, *, vocab_size: int, on_gpu: bool
+) -> torch.Tensor:
+    """Takes the memory of ``VocabularyLoss.token_losses``: of its first piece, as of each, or of a GPU's kernel."""
+    if not on_gpu:
+        rows = next(row_chunks(logits), slice(0))
+        cross_entropy(logits[rows], labels[rows], vocab_size=vocab_size, gradient_weights=weights[rows])
+    return torch.empty_like(weights)
 
 
 class _FusedDropout(nn.Module):

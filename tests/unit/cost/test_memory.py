@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01 import cli
 from megatron01.comm.topology import build_topology
@@ -35,7 +36,7 @@ from megatron01.cost.memory import (
     memory,
     pass_bytes,
 )
-from megatron01.models import GPT2, Bert
+from megatron01.models import GPT2, Bert, cross_entropy
 from megatron01.models.cross_entropy import CHUNK_BYTES
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.optim.kernels.specification import TorchKernels
@@ -354,3 +355,25 @@ def test_a_gpus_larger_chunks_of_logits_are_counted(monkeypatch: pytest.MonkeyPa
     before = planned_passes(config, on_gpu=True).peak  # all logits at once, 200 MB
     monkeypatch.setitem(CHUNK_BYTES, "cuda", 1)  # one token at a time
     assert planned_passes(config, on_gpu=True).peak < before - 1e8
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_prediction_computes_no_softmax_but_one_piece(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    """It went through the logits of all tokens, piece by piece, which took minutes for large batches."""
+    monkeypatch.setitem(cross_entropy.SOFTMAX_ELEMENTS, "cpu", 64)
+    config = gpt_config()
+    with torch.device("meta"):
+        model = GPT2(config.model, 53)
+    with CountedSoftmax() as counted:
+        pass_bytes(config, model, on_gpu=on_gpu, micro_batches=1)
+    assert counted.number == (0 if on_gpu else 1)
+
+
+class CountedSoftmax(TorchDispatchMode):
+    """Number of log-softmaxes under this mode."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += func is torch.ops.aten._log_softmax.default
+        return func(*args, **(kwargs or {}))
