@@ -89,7 +89,8 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
     heap_block = LARGE_BLOCK if gives_back_freed_blocks(config.model, "cpu") else _HEAP_BLOCK
     for module in model.modules():
         if isinstance(module, VocabularyLoss):
-            module.token_losses = partial(_memory_of_losses, vocab_size=module.vocab_size, on_gpu=on_gpu)
+            stand_in = partial(_memory_of_losses, vocab_size=module.vocab_size, on_gpu=on_gpu)
+            module.token_losses = stand_in  # type: ignore[method-assign]
     if on_gpu:
         _use_kernels_of_gpus(model)
     # the dispatch modes are not active in autograd's own threads

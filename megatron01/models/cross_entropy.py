@@ -3,8 +3,8 @@
 Logits are the largest tensor of a language model (8 x 1024 tokens x 50304 ids in bf16: 0.8 GB, and their gradient as
 much again). The forward pass knows their gradient up to one factor, the gradient of the loss. So projection, softmax,
 and the gradients of hidden states and weights are computed in chunks of tokens in the forward pass, and the backward
-pass multiplies by that factor (as in Hsu et al. 2024, Liger Kernel). Inside a chunk the softmax is taken in fp32 on a
-few rows at a time, so that there is no fp32 copy of a chunk either.
+pass multiplies by that factor (as in Hsu et al. 2024, Liger Kernel). Inside a chunk the softmax is taken in fp32 by a
+GPU's kernel (``kernels``), or on a few rows at a time, so that there is no fp32 copy of a chunk either.
 
 Legend: n tokens, h hidden size, v ids of the tokenizer, V ids after padding.
 """

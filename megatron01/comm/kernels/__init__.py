@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol, get_args
 
@@ -185,6 +186,7 @@ def require_triton() -> None:
         )
 
 
+@cache
 def _triton_version() -> tuple[int, int] | None:
     try:
         major, minor = version("triton").split(".")[:2]
