@@ -15,6 +15,7 @@ import argparse
 import itertools
 import math
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -55,7 +56,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        arguments.data, _ = with_dev_sets(arguments.data, [TASK.name], Path(folder), arguments.rows)
+        try:
+            arguments.data, _ = with_dev_sets(arguments.data, [TASK.name], Path(folder), arguments.rows)
+        except UserError as error:
+            sys.exit(f"error: {error}")
         if arguments.comparison == "baselines":
             compare_with_baselines(arguments)
         else:

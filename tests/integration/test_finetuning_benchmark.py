@@ -69,3 +69,11 @@ def test_fewer_rows(benchmark: Any, data: Path, tmp_path: Path) -> None:
     fewer, _ = benchmark.with_dev_sets(data, ["SST-2"], tmp_path / "fewer", 5)
     assert len((fewer / "SST-2" / "train.tsv").read_text().splitlines()) == 6
     assert (fewer / "SST-2" / "dev.tsv").read_text() == (data / "SST-2" / "dev.tsv").read_text()
+
+
+def test_data_without_the_task_are_refused_in_a_line(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetuning.py", "baselines", "--load", "model", "--data", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"^error: .* holds none of the tasks SST-2; expected a folder for each$"):
+        benchmark.main()
