@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.gpu.page import page
 from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.report import send_to_parts
+from benchmarks.gpu.report import locked, send_to_parts
 from benchmarks.reporting import ROOT, revision
 from megatron01.utils.files import write_atomically
 
@@ -106,7 +106,6 @@ def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event, runnin
     if left <= 0:
         return {"status": "not begun: the time for all parts was over", "seconds": 0.0, "findings": {}}
     own = part.seconds * (_TINY_PATIENCE if tiny else 1)
-    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-part-") as folder:
         record, output = Path(folder, "record.json"), Path(folder, "output")
         what = [part.module, part.function, json.dumps(part.arguments), str(record)]
@@ -115,12 +114,14 @@ def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event, runnin
         paths = [str(ROOT), str(ROOT / "benchmarks")]  # the other benchmarks import each other from their own folder
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
         with output.open("w") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            own_file = running / str(process.pid)
-            try:
+            with locked(running):  # not while another part is timed
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+                own_file = running / str(process.pid)
                 own_file.touch()
+            start = time.monotonic()
+            try:
                 while process.poll() is None and time.monotonic() < start + min(own, left) and not stopped.wait(0.1):
                     pass
                 if process.returncode is not None:

@@ -54,6 +54,14 @@ _SETTLING_SECONDS = 0.3
 """In which a GPU completes what processes that are stopped have given it."""
 
 
+@contextlib.contextmanager
+def locked(running: Path) -> Iterator[None]:
+    """Context that one process at a time can be in, of those that know the folder ``running``."""
+    with (running / "measuring").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 def send_to_parts(running: Path, number: signal.Signals) -> None:
     """Send a signal to the processes of all parts in the folder ``running``, but for this process's own."""
     for file in running.iterdir():
@@ -92,8 +100,7 @@ class Report:
         if self._running is None:
             yield
             return
-        with (self._running / "measuring").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self._running):
             send_to_parts(self._running, signal.SIGSTOP)
             try:
                 time.sleep(_SETTLING_SECONDS)

@@ -17,8 +17,8 @@ def default_bucket_elements(num_elements: int, *, on_gpu: bool, of_steps: bool =
     """Default bucket size, in elements, for a buffer of ``num_elements``.
 
     On a CPU 4 Mi. On a GPU, where each bucket costs the host its launches, an eighth of the gradients but 4 to 64 Mi:
-    at most eight buckets of up to 500 M elements. ``of_steps``: half as many, for accumulated steps, which are mostly
-    sent after the backward pass, with nothing for small buckets to overlap with.
+    at most eight buckets of up to 500 M elements. ``of_steps``: half as many, for accumulated steps in 1 bit, which are
+    mostly sent after the backward pass, with nothing for small buckets to overlap with.
     """
     at_least = 1 << 22
     if not on_gpu:

@@ -173,7 +173,7 @@ def _memory_of_losses(
 ) -> torch.Tensor:
     """Takes the memory of ``VocabularyLoss.token_losses``: of its first piece, as of each, or of a GPU's kernel."""
     if not on_gpu:
-        rows = next(row_chunks(logits), slice(0))
+        rows = next(row_chunks(logits))
         cross_entropy(logits[rows], labels[rows], vocab_size=vocab_size, gradient_weights=weights[rows])
     return torch.empty_like(weights)
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron01.comm import ErrorPlace
 from megatron01.errors import UserError
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.safety import check_state_dict, error_key, keep_gradients_local
+from megatron01.optim.safety import check_state_dict, error_key, keep_gradients_local, moved_errors
 from megatron01.utils.files import flush_to_disk, writing
 
 MARKER = "megatron01_state"
@@ -151,6 +151,10 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
     folder = Path(folder)
     with _error_on_all_replicas(optimizer):
         state = _read_own(optimizer, folder)
+    fits = all(_gathered(state is not None, optimizer))
+    with _error_on_all_replicas(optimizer):
+        state = state if fits else _read_average(optimizer, folder)
+    assert state is not None
     if len(set(_gathered(state["save"], optimizer))) > 1:
         raise UserError(_different_saves(folder), scope="job")
     optimizer.load_state_dict(state)
@@ -158,24 +162,29 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
         scaler.load_state_dict(state["grad_scaler"])
 
 
-def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
-    """The state of this replica; a portable one, the mean of all, if the number of replicas has changed."""
+def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any] | None:
+    """The state of this replica; None if the number of replicas has changed, or the buckets of the exchange."""
+    own, saved = optimizer.state_dict()["owner"], _num_saved(folder)
+    if own["world_size"] != saved:
+        return None
+    _require_files(folder, {own["rank"]}, saved)
+    state = _read(folder / f"replica_{own['rank']}_of_{saved}.pt")
+    errors = {name: [list(blocks) for blocks in ranges] for name, (ranges, _) in state["error_places"].items()}
+    state["owner"] = {"errors": errors, **state["owner"]}  # which earlier states lack
+    return None if optimizer.owned is None and moved_errors(state, own, on_gpu=False) else state
+
+
+def _read_average(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
+    """A portable state, the mean of those of all replicas that were saved."""
     now = optimizer.state_dict()
     own, x = now["owner"], now["replicated"]["x"]
-    found = _saved(folder)
-    if not found:
-        raise UserError(f"{folder} holds no state of replicas (replica_0_of_N.pt); expected one that save_state wrote")
-    saved = found[0][2]
+    saved = _num_saved(folder)
     if own["world_size"] != saved and optimizer.owned is not None:
         raise UserError(
             f"{folder} holds the state of {saved} processes, and this run has {own['world_size']}; expected as many, as"
             " the optimizer is sharded"
         )
-    needed = {own["rank"]} if own["world_size"] == saved else set(range(saved))  # each machine may have its own folder
-    if missing := needed - {rank for _, rank, size in found if size == saved}:
-        raise UserError(f"{folder} lacks the state of replicas {sorted(missing)} of {saved}; copy their files there")
-    if own["world_size"] == saved:
-        return _read(folder / f"replica_{own['rank']}_of_{saved}.pt")
+    _require_files(folder, set(range(saved)), saved)
     total: dict[str, Any] = {}
     average: dict[str, torch.Tensor] = {}
     errors: dict[str, torch.Tensor] = {}
@@ -204,6 +213,20 @@ def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
     portable = {"average": average, "errors": errors, "scalars": total["replica"]["scalars"]}
     lowest = min(scales, key=lambda scale: float(scale["scale"]), default=None)
     return {**total, "portable": portable, "grad_scaler": lowest}
+
+
+def _num_saved(folder: Path) -> int:
+    """Number of replicas of the state in a folder."""
+    found = _saved(folder)
+    if not found:
+        raise UserError(f"{folder} holds no state of replicas (replica_0_of_N.pt); expected one that save_state wrote")
+    return found[0][2]
+
+
+def _require_files(folder: Path, ranks: set[int], saved: int) -> None:
+    """Check that a folder, of which each machine may have its own, holds the states of these ranks of ``saved``."""
+    if missing := ranks - {rank for _, rank, size in _saved(folder) if size == saved}:
+        raise UserError(f"{folder} lacks the state of replicas {sorted(missing)} of {saved}; copy their files there")
 
 
 def _saved(folder: Path) -> list[tuple[Path, int, int]]:

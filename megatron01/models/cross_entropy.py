@@ -29,6 +29,9 @@ MOST_TOKENS_IN_FP16 = 2**14
 # Elements, in fp32: 1 MB stays in a core's cache (fastest of 2**16 to 2**22 measured); 128 MB amortizes launches.
 SOFTMAX_ELEMENTS = {"cpu": 2**18, "cuda": 2**25}
 
+_ADDS_IN_FP32 = "dtype_out" in torch.ops.aten.addmm.overloads() and torch.version.hip is None
+"""Whether a matrix product of 16-bit numbers can be added to an fp32 matrix on a GPU: on NVIDIA's, since torch 2.8."""
+
 TokenLosses = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Of a chunk's logits (n, V), labels (n,) and weights (n,) or None: as ``cross_entropy`` for one vocabulary."""
 
@@ -136,7 +139,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     total = total.float()
     if left.dtype is torch.float32:
         return total.addmm_(left, right)
-    if left.device.type == "cuda" and torch.version.hip is None:  # one kernel, which does not round the product
+    if left.device.type == "cuda" and _ADDS_IN_FP32:  # one kernel, which does not round the product
         return torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     return total.add_(left @ right)
 

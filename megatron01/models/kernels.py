@@ -33,10 +33,13 @@ def _add(largest, total, values):
 
 
 @triton.jit
-def _write_gradient(logits, columns, values, log_sum, label, weight, COLUMNS: tl.constexpr, PADDED: tl.constexpr):
+def _write_gradient(
+    logits, columns, values, log_sum, label, weight, COLUMNS: tl.constexpr, IDS: tl.constexpr, PADDED: tl.constexpr
+):
     gradient = (tl.exp(values - log_sum) - tl.where(columns == label, 1.0, 0.0)) * weight
     gradient = gradient.to(logits.dtype.element_ty)
     if PADDED:
+        gradient = tl.where(columns < IDS, gradient, 0.0)  # also in a row that is not finite
         tl.store(logits + columns, gradient, mask=columns < COLUMNS)
     else:
         tl.store(logits + columns, gradient)
@@ -70,10 +73,10 @@ def softmax_kernel(
         label, weight = tl.load(labels + row), tl.load(weights + row)
         for start in range(0, WHOLE, BLOCK):
             columns, values = _load(logits, start, COLUMNS, IDS, False, BLOCK)
-            _write_gradient(logits, columns, values, log_sum, label, weight, COLUMNS, False)
+            _write_gradient(logits, columns, values, log_sum, label, weight, COLUMNS, IDS, False)
         for start in range(WHOLE, COLUMNS, BLOCK):
             columns, values = _load(logits, start, COLUMNS, IDS, True, BLOCK)
-            _write_gradient(logits, columns, values, log_sum, label, weight, COLUMNS, True)
+            _write_gradient(logits, columns, values, log_sum, label, weight, COLUMNS, IDS, True)
 
 
 def log_sums(
@@ -89,7 +92,8 @@ def log_sums(
     """
     assert logits.is_contiguous()
     sums = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    weights = sums if gradient_weights is None else gradient_weights
+    labels = labels.contiguous()
+    weights = sums if gradient_weights is None else gradient_weights.contiguous()
     if len(logits):
         with torch.cuda.device_of(logits):
             softmax_kernel[(len(logits),)](

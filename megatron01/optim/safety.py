@@ -397,6 +397,15 @@ def owner(
     }
 
 
+def moved_errors(state: Mapping[str, Any], own: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
+    """Error buffers of a replica's state that belong to other elements than the same buffers of ``own``, an ``owner``.
+
+    Earlier states do not say to which; on GPUs the default buckets have changed since.
+    """
+    errors = state["owner"].get("errors", {} if on_gpu else own["errors"])
+    return [name for name, blocks in own["errors"].items() if name in state["replica"] and errors.get(name) != blocks]
+
+
 def check_state_dict(
     state: Any, own: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]], x: Tensor, step_count: int
 ) -> None:
@@ -433,10 +442,11 @@ def check_state_dict(
             f" of {own['world_size']}: each replica saves and loads a state_dict() of its own; portable_state_dict(),"
             " called on all replicas, gives one that any replica loads, of any number of them"
         )
-    if not portable and given.get("errors", own["errors"]) != own["errors"]:
+    moved = () if portable else moved_errors(state, own, on_gpu=x.device.type != "cpu")
+    if moved:
         raise UserError(
-            "the error feedback of the state belongs to other elements, as the buckets of its exchange are others: give"
-            " the optimizer the bucket_elements and the nodes of the one that saved it, or load what its"
+            f"{moved[0]} of the state belongs to other elements, as the buckets of its exchange are others: give the"
+            " optimizer the bucket_elements and the nodes of the one that saved it, or load what its"
             " portable_state_dict() gave"
         )
     if not portable and "x" in state["replicated"] and "scalars" in state["replica"]:

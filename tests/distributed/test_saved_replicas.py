@@ -116,6 +116,32 @@ def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
     assert "replica_0_of_1.pt is damaged, or save_state did not write it" in error_of(fingerprint_alone, tmp_path)
 
 
+def with_other_buckets(rank: int, size: int, folder: Path) -> dict[str, Any]:
+    found: dict[Any, Any] = {}
+    for elements in (256, 64):
+        model = new_model()
+        optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE, **{**OPTIONS, "bucket_elements": elements})
+        if elements == 256:
+            train(model, optimizer, rank, 0, 4)
+            save_state(optimizer, folder / "buckets")
+        load_state(optimizer, folder / "buckets")
+        found[elements] = (
+            optimizer.error_places()["server_error"].ranges,
+            digest({"errors": optimizer.replica_state()["worker_error"]}),
+        )
+        train(model, optimizer, rank, 4, 6)
+        found[f"{elements}, trained"] = optimizer.fingerprint()
+    return found
+
+
+def test_other_buckets_go_on_from_the_mean_of_all_replicas(tmp_path: Path) -> None:
+    one, other = run_ranks(with_other_buckets, 2, tmp_path)
+    assert one[256][0] != one[64][0]
+    assert one[256][1] != other[256][1] and one[64][1] == other[64][1]
+    for elements in (256, 64):
+        assert one[f"{elements}, trained"] == other[f"{elements}, trained"]
+
+
 def of_subgroups(rank: int, size: int, folder: Path) -> list[str]:
     """Replicas 0 to 2, and 3 and 4, train a model each; only the first three save theirs."""
     safety.SETTLE_SECONDS = 10.0

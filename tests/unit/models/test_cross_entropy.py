@@ -111,6 +111,19 @@ def test_the_logits_are_never_whole(monkeypatch):
     assert largest.elements == 10 * 64
 
 
+def test_chunks_have_equal_lengths(monkeypatch):
+    monkeypatch.setitem(module.CHUNK_BYTES, "cpu", 10 * 8 * 4)
+    lengths, loss = [], VocabularyLoss(8)
+
+    def counted(logits, labels, weights):
+        lengths.append(len(logits))
+        return cross_entropy(logits, labels, vocab_size=8, gradient_weights=weights)
+
+    monkeypatch.setattr(loss, "token_losses", counted)
+    loss(torch.randn(31, 3, requires_grad=True), torch.randn(8, 3), torch.zeros(31).long(), torch.ones(31))
+    assert lengths == [8, 8, 8, 7]
+
+
 def test_sixteen_bit_logits_are_summed_in_fp32():
     logits = torch.zeros(2, 5003, dtype=torch.bfloat16)  # a 16-bit sum of 5000 ones would stall
     losses = cross_entropy(logits, torch.tensor([0, 4999]), vocab_size=5000)
