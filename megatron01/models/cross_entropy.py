@@ -167,7 +167,8 @@ class VocabularyLoss(nn.Module):
 
     def token_losses(self, logits: Tensor, labels: Tensor, gradient_weights: Tensor | None) -> Tensor:
         """As ``cross_entropy``: (n, V), (n,), (n,) or None -> (n,) fp32. Tensor-parallel ranks have another."""
-        function = fused_cross_entropy if triton_serves(logits.device) else cross_entropy
+        is_fused = logits.is_cuda and triton_serves(logits.device)
+        function = fused_cross_entropy if is_fused else cross_entropy
         return function(logits, labels, vocab_size=self.vocab_size, gradient_weights=gradient_weights)
 
     # Its loops depend on the number of tokens, which for BERT differs from batch to batch. torch.compiler.disable does

@@ -1055,7 +1055,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 mean.all_reduce(buffer)
             self._topology.world.broadcast(scalars)
         return {
-            "owner": safety.owner(self, self._world, self._whole, self.error_places()) | {"rank": None},
+            "owner": safety.owner(self, self._world, self._whole, {}) | {"rank": None},
             "replicated": replicated,
             "portable": {"average": average, "errors": errors, "scalars": scalars.cpu()},
             "param_groups": super().state_dict()["param_groups"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,26 +100,38 @@ def test_a_label_in_the_padding_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loss_takes_the_kernel_where_triton_serves(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_the_loss_of_the_kernel_has_the_gradients_of_the_other(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
     hidden = torch.randn(7, 5, device=DEVICE).to(dtype).requires_grad_()
     weight = torch.randn(40, 5, device=DEVICE).to(dtype).requires_grad_()
     labels, mask = torch.arange(7, device=DEVICE), torch.ones(7, device=DEVICE)
     results = []
-    launched, called = kernels.log_sums, [0]
-
-    def counted(*given: Any) -> torch.Tensor:
-        called[0] += 1
-        return launched(*given)
-
-    monkeypatch.setattr(kernels, "log_sums", counted)
-    for serves in (True, False):
-        monkeypatch.setattr(module, "triton_serves", lambda device: device.type == DEVICE.type and serves)  # noqa: B023
-        loss = VocabularyLoss(37)(hidden, weight, labels, mask)
+    for function in (fused_cross_entropy, cross_entropy):
+        projected = VocabularyLoss(37)
+        monkeypatch.setattr(
+            projected,
+            "token_losses",
+            lambda logits, labels, weights, function=function: function(
+                logits, labels, vocab_size=37, gradient_weights=weights
+            ),
+        )
+        loss = projected(hidden, weight, labels, mask)
         results.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
-        assert called[0] == 1
     for ours, theirs in zip(*results, strict=True):
         rtol, atol = (1e-4, 1e-6) if dtype is torch.float32 else (1e-2, 1e-3)
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(("is_cuda", "serves", "chosen"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_the_loss_takes_the_kernel_on_gpus_that_triton_serves(
+    monkeypatch: pytest.MonkeyPatch, is_cuda: bool, serves: bool, chosen: int
+) -> None:
+    monkeypatch.setattr(module, "triton_serves", lambda device: serves)
+    for number, name in enumerate(("cross_entropy", "fused_cross_entropy")):
+        monkeypatch.setattr(module, name, lambda *given, number=number, **named: number)
+    logits: Any = SimpleNamespace(is_cuda=is_cuda, device=None)
+    assert VocabularyLoss(3).token_losses(logits, torch.zeros(1), None) == chosen
 
 
 def test_labels_and_weights_may_be_views() -> None:
