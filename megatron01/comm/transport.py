@@ -29,17 +29,8 @@ from megatron01.comm.payload import (
     seal,
 )
 from megatron01.comm.slow_links import PairwiseRounds, link_rate
+from megatron01.parallel.process_groups import EXIT_DELAY
 
-EXIT_DELAY = 0.1
-"""Seconds that the main thread sleeps before the interpreter is torn down; gloo's threads need microseconds of it.
-
-A gloo thread releases a collective's tensors after it has woken the threads that wait for it, and needs the GIL for
-that (torch 2.13). A script that ends with a collective may have finished by then; the interpreter then ends the thread
-where it asks for the GIL, in the middle of a C++ destructor, and the process aborts: "terminate called without an
-active exception", exit status -6, and the launcher reports a failure although the work is done. Neither calling nor
-omitting ``destroy_process_group()`` helps: torch keeps other references to the group, and its destructor waits for its
-threads, with the GIL held if ``DistributedDataParallel`` has the last reference.
-"""
 atexit.register(time.sleep, EXIT_DELAY)
 
 # torch 2.13 renamed it and warns about the older name

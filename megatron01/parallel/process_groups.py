@@ -22,6 +22,24 @@ import torch.distributed as dist
 from megatron01.errors import FaultError, UserError, is_fault
 from megatron01.utils.formatting import one_line
 
+EXIT_DELAY = 0.1
+"""Seconds that the main thread sleeps before a process group or the interpreter ends; gloo's threads need microseconds.
+
+A gloo thread releases a collective's tensors after it has woken the threads that wait for it, and needs the GIL for
+that (torch 2.13). A script that ends with a collective may have finished by then; the interpreter then ends the thread
+where it asks for the GIL, in the middle of a C++ destructor, and the process aborts: "terminate called without an
+active exception", exit status -6, and the launcher reports a failure although the work is done. Neither calling nor
+omitting ``destroy_process_group()`` helps: torch keeps other references to the group, and its destructor waits for its
+threads, with the GIL held in torch 2.6, and later if ``DistributedDataParallel`` has the last reference: a process that
+waits so never ends.
+"""
+
+
+def close_default_group() -> None:
+    """Destroy torch's default process group, when gloo's threads are done with the last collective."""
+    time.sleep(EXIT_DELAY)
+    dist.destroy_process_group()
+
 
 class LostReplica(FaultError):
     """A collective failed because another replica is gone or does not answer."""

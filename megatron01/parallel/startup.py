@@ -22,6 +22,7 @@ from megatron01.parallel.peer_watch import watching_peers
 from megatron01.parallel.process_groups import (
     LostReplica,
     ReplicaGroup,
+    close_default_group,
     lost_replica,
     name_lost_ranks,
     open_gloo_group,
@@ -92,9 +93,9 @@ def _joined(
         except BaseException:
             # destroying an NCCL group would wait for a collective that never ends; exiting closes it too
             if not _waits_without_end(dist.get_backend()):
-                dist.destroy_process_group()
+                close_default_group()
             raise
-        dist.destroy_process_group()
+        close_default_group()
     if communicator is not None:
         mpi.finalize_at_exit()
 

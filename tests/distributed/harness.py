@@ -118,6 +118,9 @@ def _run_rank(
     os.environ.update(variables)
     import torch
     import torch.distributed as dist
+    from torch.torch_version import TorchVersion
+
+    from megatron01.parallel.process_groups import close_default_group
 
     torch.set_num_threads(1)
     try:
@@ -129,7 +132,8 @@ def _run_rank(
         Path(folder, f"{rank}.result").write_bytes(pickle.dumps(result))
         if default_group and dist.is_initialized():
             dist.barrier()  # no rank closes its connections while another still communicates
-            dist.destroy_process_group()
+            # older versions wait for gloo's threads with the GIL held
+            (close_default_group if TorchVersion(torch.__version__) < "2.8" else dist.destroy_process_group)()
     except BaseException:
         Path(folder, f"{rank}.traceback").write_text(traceback.format_exc())
         os._exit(1)  # at once, so that the ranks waiting for this one fail too

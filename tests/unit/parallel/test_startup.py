@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
-from megatron01.parallel import LaunchEnvironment, initialize
+from megatron01.parallel import LaunchEnvironment, initialize, process_groups
 from megatron01.parallel.rendezvous import each_has_own_gpu
 from megatron01.parallel.startup import gpu_index, share_of_cores
 
@@ -118,3 +118,12 @@ def test_a_driver_that_is_too_old_for_torch_is_no_reason_to_train_on_cpus(
     group = initialize(LaunchEnvironment.read({}), config)
     with nullcontext() if words is None else pytest.raises(UserError, match=words), group as opened:
         assert opened.device.type == "cpu"
+
+
+def test_a_group_is_destroyed_when_its_threads_had_time_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch 2.6, its destructor waits for threads that want the GIL, and holds it."""
+    calls: list[Any] = []
+    monkeypatch.setattr(process_groups.time, "sleep", calls.append)
+    monkeypatch.setattr(process_groups.dist, "destroy_process_group", lambda: calls.append("destroyed"))
+    process_groups.close_default_group()
+    assert calls == [process_groups.EXIT_DELAY, "destroyed"]
