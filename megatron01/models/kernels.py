@@ -56,7 +56,7 @@ def softmax_kernel(
     HAS_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row of ``COLUMNS`` logits a program, whose second pass finds it in the cache; ``IDS`` are no padding."""
+    """One row of ``COLUMNS`` logits a program, of which ``IDS`` are no padding; a second pass writes the gradient."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * COLUMNS
     WHOLE: tl.constexpr = IDS // BLOCK * BLOCK  # columns in blocks without padding
