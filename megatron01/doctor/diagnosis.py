@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron01.config.commands import DoctorConfig
-from megatron01.doctor.network import NetworkReport
+from megatron01.doctor.network import SLOW_LINK, NetworkReport
 from megatron01.parallel import LaunchEnvironment
 from megatron01.parallel.launch import gloo_interface, interfaces, is_loopback, own_addresses
 from megatron01.parallel.process_groups import format_ranks
@@ -99,7 +99,6 @@ FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
 SHARED_MEMORY = 256 * 2**20
 """Bytes of /dev/shm for batches of data workers and NCCL's buffers; containers get 64 MiB by default."""
 CLOCK_SECONDS = 2.0
-SLOW_LINK = 0.5  # fraction of the median bandwidth between neighbours below which a link counts as slow
 LONG_ENOUGH = 0.05  # seconds below which a transfer is too short to judge its link
 
 

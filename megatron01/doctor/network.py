@@ -19,6 +19,10 @@ _FIRST_BYTES = 2**16
 _LONG_ENOUGH = 0.2  # seconds that a transfer should take at least, so that bandwidth and not latency is measured
 _PINGS = 8
 
+SLOW_LINK = 0.5
+"""Fraction of the median bandwidth between neighbours below which a link counts as slow."""
+_ATTEMPTS, _PAUSE = 3, 1.0  # to measure links of which one seems slow; other load may pass. Seconds between two.
+
 Collective = tuple[Callable[[], object], float]
 """A function that calls a collective, and the bytes that a process sends in it."""
 
@@ -130,8 +134,11 @@ def _seconds(group: ReplicaGroup, operation: Callable[[], object]) -> float:
 def _links(
     group: ReplicaGroup, leaders: list[int], between: dist.ProcessGroup, size: int
 ) -> list[tuple[int, int, float]]:
-    """Measure links in a ring: each node sends to the next one and receives from the previous one."""
-    megabits = 0.0
+    """Measure links in a ring: each node sends to the next one and receives from the previous one.
+
+    If one of them seems slow, all are measured again.
+    """
+    works: list[dist.Work] = []
     if group.rank in leaders:
         place = leaders.index(group.rank)
         sent = torch.zeros(size, dtype=torch.uint8, device=group.device)
@@ -140,19 +147,24 @@ def _links(
             dist.P2POp(dist.isend, sent, leaders[(place + 1) % len(leaders)], between),
             dist.P2POp(dist.irecv, received, leaders[place - 1], between),
         ]
-        works: list[dist.Work] = []
 
-        def exchange() -> None:
-            works[:] = dist.batch_isend_irecv(operations)
-            works[-1].wait()  # the receive is measured, however long this node's own send takes
+    def exchange() -> None:
+        works[:] = dist.batch_isend_irecv(operations)
+        works[-1].wait()  # the receive is measured, however long this node's own send takes
 
-        for _ in range(4):  # the first connects; the best is taken
+    megabits = 0.0
+    for attempt in range(_ATTEMPTS):
+        time.sleep(_PAUSE if attempt else 0.0)
+        for _ in range(4 if group.rank in leaders else 0):  # the first connects; the best is taken
             dist.barrier(group=between)
             megabits = max(megabits, size * 8e-6 / _seconds(group, exchange))
             for work in works[:-1]:
                 work.wait()
-    measured = group.gather(megabits)
-    return [(leaders[place - 1], rank, measured[rank]) for place, rank in enumerate(leaders)]
+        measured = group.gather(megabits)
+        rates = [measured[rank] for rank in leaders]
+        if min(rates) >= SLOW_LINK * statistics.median_high(rates):
+            break
+    return [(leaders[place - 1], rank, rate) for place, (rank, rate) in enumerate(zip(leaders, rates, strict=True))]
 
 
 def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, float]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.config.commands import DoctorConfig
-from megatron01.doctor import command
+from megatron01.doctor import command, network
 from megatron01.doctor.diagnosis import Examination, examine
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment
@@ -70,6 +70,29 @@ def test_problems_are_told_by_the_first_and_end_all(tmp_path: Path) -> None:
     assert any(line.startswith("error: b has torch 1.0, but a has 2.") for line in lines), lines
     assert any("has 0.0 GB free on b" in line for line in lines), lines
     assert [answer[2] for answer in answers[1:]] == ["", "", ""]
+
+
+def with_slow_link(rank: int, world_size: int, folder: Path, slow_calls: int) -> list[Any]:
+    """Answer of ``consulted``, and how often the link was measured: in b the first ``slow_calls`` times are slow."""
+    measured, calls = network._seconds, [0]
+
+    def seconds(group: Any, operation: Any) -> float:
+        found = measured(group, operation)
+        if operation.__name__ != "exchange":
+            return found
+        calls[0] += 1
+        return 1.0 if NODES[rank] == "b" and calls[0] <= slow_calls else 0.1
+
+    network._seconds, network._PAUSE = seconds, 0.0
+    return [*consulted(rank, world_size, {"shared_folder": folder}, {}), calls[0]]
+
+
+def test_a_link_that_seems_slow_is_measured_again(tmp_path: Path) -> None:
+    for slow_calls, status, measurements in ((0, 0, 4), (4, 0, 8), (100, 2, 12)):
+        answers = run_ranks(with_slow_link, 4, tmp_path / "run", slow_calls, default_group=False, local_world_size=2)
+        assert [answer[0] for answer in answers] == [status] * 4, answers
+        assert [answer[3] for answer in answers] == [measurements, 0, measurements, 0]
+        assert ("b receives" in answers[0][2] and "half as much as others" in answers[0][2]) == (status == 2)
 
 
 def unshared(rank: int, world_size: int, folder: str) -> list[Any]:
