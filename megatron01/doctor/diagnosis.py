@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from megatron01.config.commands import DoctorConfig
-from megatron01.doctor.network import SLOW_LINK, NetworkReport
+from megatron01.doctor.network import NetworkReport, slow_links
 from megatron01.parallel import LaunchEnvironment
 from megatron01.parallel.launch import gloo_interface, interfaces, is_loopback, own_addresses
 from megatron01.parallel.process_groups import format_ranks
@@ -99,7 +99,6 @@ FILES_OF_A_PROCESS, FILES_OF_A_PEER = 200, 6
 SHARED_MEMORY = 256 * 2**20
 """Bytes of /dev/shm for batches of data workers and NCCL's buffers; containers get 64 MiB by default."""
 CLOCK_SECONDS = 2.0
-LONG_ENOUGH = 0.05  # seconds below which a transfer is too short to judge its link
 
 
 class Diagnosis(NamedTuple):
@@ -152,8 +151,8 @@ def link_problems(rates: Sequence[tuple[str, str, float]], size: int) -> list[st
     return [
         f"{receiver} receives {rate:.0f} Mbit/s from {sender}, half as much as others ({median:.0f}) or less; check"
         " their cables, interfaces and other traffic"
-        for sender, receiver, rate in rates
-        if rate < SLOW_LINK * median and size * 8e-6 / rate > LONG_ENOUGH
+        for (sender, receiver, rate), is_slow in zip(rates, slow_links([rate for *_, rate in rates], size), strict=True)
+        if is_slow
     ]
 
 

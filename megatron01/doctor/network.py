@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,8 @@ _FIRST_BYTES = 2**16
 _LONG_ENOUGH = 0.2  # seconds that a transfer should take at least, so that bandwidth and not latency is measured
 _PINGS = 8
 
-SLOW_LINK = 0.5
-"""Fraction of the median bandwidth between neighbours below which a link counts as slow."""
+_SLOW_LINK = 0.5  # fraction of the median bandwidth between neighbours below which a link counts as slow
+_JUDGED_SECONDS = 0.05  # below which a transfer is too short to judge its link
 _ATTEMPTS, _PAUSE = 3, 1.0  # to measure links of which one seems slow; other load may pass. Seconds between two.
 
 Collective = tuple[Callable[[], object], float]
@@ -162,9 +162,15 @@ def _links(
                 work.wait()
         measured = group.gather(megabits)
         rates = [measured[rank] for rank in leaders]
-        if min(rates) >= SLOW_LINK * statistics.median_high(rates):
+        if not any(slow_links(rates, size)):
             break
     return [(leaders[place - 1], rank, rate) for place, (rank, rate) in enumerate(zip(leaders, rates, strict=True))]
+
+
+def slow_links(rates: Sequence[float], size: int) -> list[bool]:
+    """For each link whether it is slow, given the rates (Mbit/s) of all, measured at once with ``size`` bytes."""
+    median = statistics.median_high(rates)
+    return [rate < _SLOW_LINK * median and size * 8e-6 / rate > _JUDGED_SECONDS for rate in rates]
 
 
 def _clocks(group: ReplicaGroup, leaders: list[int]) -> list[tuple[int, float, float]]:
