@@ -1,15 +1,18 @@
-"""Watchdog for lost ranks with NCCL, whose collectives wait forever for a peer that is gone.
+"""Lost ranks: every rank notices, ends, and one of them says which are lost.
 
-A gloo collective fails when a peer is gone or after the time-out. An NCCL collective waits in a kernel, and the host in
-the driver, where no exception reaches it. So a thread of each rank exchanges three numbers with all others once a
-second, over a gloo group of its own, and ends the process if the main thread cannot.
+A gloo collective fails when a peer it talks to is gone, but in a ring that is only the neighbor, and others wait for
+ranks that wait themselves. An NCCL collective waits in a kernel, and the host in the driver, where no exception reaches
+it. So a thread of each rank exchanges three numbers with all others once a second, over a gloo group of its own, and
+ends the process if the main thread does not.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,14 +22,16 @@ import torch.distributed as dist
 from megatron01.parallel.process_groups import (
     LostReplica,
     ReplicaGroup,
+    call_in_thread,
     format_places,
     lost_replica,
-    name_lost_ranks,
     open_gloo_group,
 )
 from megatron01.parallel.program import report
 
 SECONDS_BETWEEN_ROUNDS = 1.0
+LOST_RANK_SECONDS = 5.0
+"""After the last answer until ranks that have not answered are lost."""
 _GRACE = 2.0
 """Seconds for the main thread to end by itself, as it does in a gloo collective, once a rank is known to be lost."""
 
@@ -35,35 +40,41 @@ _GRACE = 2.0
 def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> Iterator[None]:
     """Context manager that ends this process, with one error line per job and status 74, when another rank is lost.
 
-    A rank is lost if its process is gone (noticed within a second), if it does not answer within the time-out (stopped,
-    or cut off), or if it answers but its main thread hangs: when a rank has noted no ``Progress`` for the time-out
-    during steps or evaluations, the ranks with the lowest count are those that the others wait for. Entered and left
-    by all ranks; a rank that leaves without an error ends the watch on all of them.
+    A rank is lost if its process is gone or ends with an error (noticed within a second), if it does not answer within
+    the time-out (stopped, or cut off), or if it answers but its main thread hangs: when a rank has noted no
+    ``Progress`` for the time-out during steps or evaluations, the ranks with the lowest count are those that the others
+    wait for. Entered and left by all ranks; a rank that leaves without an error ends the watch on all of them.
+
+    A LostReplica of the body is raised with the names of the lost ranks.
     """
-    rounds, is_stopping = open_gloo_group(timeout), threading.Event()
+    rounds, roll_call = open_gloo_group(timeout), _RollCall(group, store)
+    has_failed, is_ending = threading.Event(), threading.Event()
 
     def watch() -> None:
         error = None
-        try:
-            while error is None:
-                is_last = is_stopping.wait(SECONDS_BETWEEN_ROUNDS)
-                own = torch.tensor([group.progress.count, group.progress.seconds, is_last], dtype=torch.float64)
-                received = torch.empty(group.world_size, 3, dtype=torch.float64)
+        while error is None:
+            is_last = is_ending.wait(SECONDS_BETWEEN_ROUNDS)
+            own = [group.progress.count, group.progress.seconds, is_last, has_failed.is_set()]
+            received = torch.empty(group.world_size, len(own), dtype=torch.float64)
+            try:
                 # all-to-all, not a ring: every rank is connected to every other, and notices at once that one is gone
-                dist.all_to_all_single(received, own.repeat(group.world_size, 1), group=rounds)
-                counts, seconds, leaving = received.T.tolist()
-                if any(leaving):
-                    return
-                error = hung(group, timeout, counts, max(seconds))
-        except RuntimeError as failure:
-            if is_stopping.is_set():
+                copies = torch.tensor([own] * group.world_size, dtype=torch.float64)
+                dist.all_to_all_single(received, copies, group=rounds)
+            except RuntimeError as failure:
+                reason = lost_replica(failure) or str(failure)
+            else:
+                counts, seconds, leaving, failed = received.T.tolist()
+                reason = f"{format_places([failed.index(True)], group.hosts)} failed" if any(failed) else ""
+            if is_last or (not reason and any(leaving)):
                 return
-            reason = lost_replica(failure) or str(failure)
-            error = LostReplica(
-                f"lost another replica, and collectives wait for it; its own output says why ({reason})"
-            )
-            error = name_lost_ranks(error, group, store)
-        if not is_stopping.wait(_GRACE):
+            if reason:
+                error = LostReplica(
+                    f"lost another replica, and collectives wait for it; its own output says why ({reason})"
+                )
+                error = roll_call.name_lost_ranks(error)
+            else:
+                error = hung(group, timeout, counts, max(seconds))
+        if not is_ending.wait(_GRACE):
             report(error)
             os._exit(error.exit_status)
 
@@ -71,9 +82,15 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
     thread.start()
     try:
         yield
-    finally:
-        is_stopping.set()
-    thread.join()  # not after an error
+    except BaseException as error:
+        has_failed.set()
+        is_ending.set()
+        if isinstance(error, LostReplica):
+            raise roll_call.name_lost_ranks(error) from error
+        thread.join(2 * SECONDS_BETWEEN_ROUNDS)  # a stopped rank would make it wait for the time-out
+        raise
+    is_ending.set()
+    thread.join()
 
 
 def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], seconds: float) -> LostReplica | None:
@@ -99,3 +116,68 @@ def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], 
         " but does not go on",
         scope="rank" if group.rank == counts.index(max(counts)) else "elsewhere",
     )
+
+
+class _RollCall:
+    """Which ranks of a job still answer, asked once, by the thread that needs it first."""
+
+    def __init__(self, group: ReplicaGroup, store: dist.Store) -> None:
+        self._group, self._store = group, store
+        self._lock = threading.Lock()
+        self._present: set[int] | None = None
+        self._answered = 0.0  # time of the store's last answer
+
+    def name_lost_ranks(self, error: LostReplica) -> LostReplica:
+        """``error`` with the ranks that no longer answer; the lowest rank that does answer reports it.
+
+        Called by every rank, within seconds. If a launcher agent's store is lost too, or all ranks answer (a broken
+        connection between live ranks), the error is returned unchanged.
+        """
+        group = self._group
+        if not isinstance(self._store, dist.TCPStore):
+            return error
+        with self._lock:
+            if self._present is None:
+                self._present = self._ask_in_time(self._store)
+        if not self._present:
+            return LostReplica(f"{error} (no answer from rank 0 on {group.hosts[0]}, nor from the job's store there)")
+        missing = [rank for rank in range(group.world_size) if rank not in self._present]
+        if not missing:
+            return error
+        message = f"{error} (no answer from {format_places(missing, group.hosts)})"
+        return LostReplica(message, scope="rank" if group.rank == min(self._present) else "elsewhere")
+
+    def _ask_in_time(self, store: dist.TCPStore) -> set[int]:
+        """Ranks that answer; none if the store is gone or unreachable (torch would wait forever)."""
+        self._answered = time.monotonic()
+        outcome = call_in_thread(lambda: self._ask(store))
+        while not outcome.done():
+            if time.monotonic() - self._answered > LOST_RANK_SECONDS + 1:
+                return set()
+            time.sleep(0.05)
+        try:
+            return outcome.result()
+        except (RuntimeError, OSError):
+            return set()
+
+    def _ask(self, store: dist.TCPStore) -> set[int]:
+        # torch prints a stack trace if the store is gone
+        socket.create_connection((store.host, store.port), LOST_RANK_SECONDS).close()
+        present = self._collect(store, "ranks_present", self._group.world_size)
+        # rank 0 leaves last, as its process may hold the store
+        self._collect(store, "ranks_done", len(present) if self._group.rank == 0 else 1)
+        return present
+
+    def _collect(self, store: dist.TCPStore, key: str, num_ranks: int) -> set[int]:
+        """Add this rank to the list in ``key``, and wait until it has ``num_ranks`` or none has come for a while."""
+        store.append(key, f"{self._group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
+        ranks: set[int] = set()
+        since = time.monotonic()
+        while len(ranks) < num_ranks and time.monotonic() - since < LOST_RANK_SECONDS:
+            found = {int(rank) for rank in store.get(key).split()}
+            self._answered = time.monotonic()
+            if len(found) > len(ranks):
+                ranks, since = found, self._answered
+            else:
+                time.sleep(0.1)
+        return ranks

@@ -1,4 +1,4 @@
-"""Process groups of a job: control messages between ranks, failing together, opening groups, and naming lost ranks.
+"""Process groups of a job: control messages between ranks, failing together, and opening groups.
 
 Control messages are JSON (nothing is unpickled) over gloo groups of their own, whatever backend carries the gradients.
 """
@@ -161,15 +161,16 @@ class ReplicaGroup:
         """All-gather of a ``row`` (n,) of any dtype, equal on all ranks, by rank."""
         if self.world_size == 1:
             return [row]
-        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        rows = row.new_empty(self.world_size, len(row))
         try:
-            dist.all_gather(rows, row, group=group)
+            # not torch's all-gather, a ring: all ranks are to notice at once that one is gone
+            dist.all_to_all_single(rows, row.repeat(self.world_size, 1), group=group)
         except RuntimeError as error:
             raise LostReplica(
                 f"lost another replica while waiting for {what}; its own output says why ({_gloo_reason(error)})"
             ) from error
         self.progress.note()
-        return rows
+        return list(rows)
 
 
 @contextmanager
@@ -342,43 +343,3 @@ def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
     """Time-out of a gloo group's collectives."""
     timeout: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return timeout
-
-
-LOST_RANK_SECONDS = 5.0  # ranks notice a lost peer at their next collective, up to a step apart
-_KEY = "ranks_alive"
-
-
-def name_lost_ranks(error: LostReplica, group: ReplicaGroup, store: dist.Store) -> LostReplica:
-    """Add the ranks that no longer answer to ``error``; the lowest rank that does answer reports it.
-
-    Called by every rank that saw the error, at about the same time. If a launcher agent's store is lost too, or all
-    ranks answer (a broken connection between live ranks), the error is returned unchanged.
-    """
-    present = _present(group, store)
-    if not present:
-        if not isinstance(store, dist.TCPStore):
-            return error
-        return LostReplica(f"{error} (no answer from rank 0 on {group.hosts[0]}, nor from the job's store there)")
-    missing = [rank for rank in range(group.world_size) if rank not in present]
-    if not missing:
-        return error
-    message = f"{error} (no answer from {format_places(missing, group.hosts)})"
-    return LostReplica(message, scope="rank" if group.rank == min(present) else "elsewhere")
-
-
-def _present(group: ReplicaGroup, store: dist.Store) -> set[int]:
-    """Ranks that answer in time; none if the store is gone or unreachable (torch would wait forever)."""
-    deadline = time.monotonic() + LOST_RANK_SECONDS
-
-    def ask() -> set[int]:
-        store.append(_KEY, f"{group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
-        while True:
-            present = {int(rank) for rank in store.get(_KEY).split()}
-            if len(present) == group.world_size or time.monotonic() >= deadline:
-                return present
-            time.sleep(0.1)
-
-    try:
-        return call_in_thread(ask).result(LOST_RANK_SECONDS + 1)
-    except (RuntimeError, TimeoutError):
-        return set()

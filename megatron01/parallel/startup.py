@@ -7,7 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from megatron01.parallel.process_groups import (
     ReplicaGroup,
     close_default_group,
     lost_replica,
-    name_lost_ranks,
     open_gloo_group,
     open_in_time,
     open_long_timeout_group,
@@ -85,11 +84,8 @@ def _joined(
                 raise LostReplica(
                     f"lost another replica while joining the job ({reason}); its own output says why"
                 ) from error
-            try:
-                with watching_peers(group, store, timeout) if _waits_without_end(dist.get_backend()) else nullcontext():
-                    yield group
-            except LostReplica as error:
-                raise name_lost_ranks(error, group, store) from error
+            with watching_peers(group, store, timeout):
+                yield group
         except BaseException:
             # destroying an NCCL group would wait for a collective that never ends; exiting closes it too
             if not _waits_without_end(dist.get_backend()):

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron01.config import DistributedConfig
-from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, peer_watch, startup
+from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, peer_watch
 from megatron01.parallel.process_groups import Progress
 from tests.distributed.harness import run_ranks
 
 
 def leaving_after(rank: int, world_size: int) -> list[Any]:
-    startup._waits_without_end = lambda backend: True
     peer_watch.SECONDS_BETWEEN_ROUNDS = 0.05
     config = DistributedConfig(distributed_timeout_minutes=1, threads_per_replica=1)
     with initialize(LaunchEnvironment.read(os.environ), config) as group:
@@ -30,6 +31,29 @@ def leaving_after(rank: int, world_size: int) -> list[Any]:
 
 def test_ranks_leave_one_after_the_other_and_the_watch_ends() -> None:
     assert run_ranks(leaving_after, 3, default_group=False) == [[1, 1, False]] * 3
+
+
+def failing_slowly(rank: int, world_size: int, folder: Path) -> None:
+    peer_watch.SECONDS_BETWEEN_ROUNDS = 0.05
+    peer_watch.LOST_RANK_SECONDS = 1.0
+    peer_watch.report = lambda error: (folder / str(rank)).write_text(f"{error.scope}: {error}")
+    config = DistributedConfig(distributed_timeout_minutes=1, threads_per_replica=1)
+    try:
+        with initialize(LaunchEnvironment.read(os.environ), config):
+            if rank == 1:
+                raise ValueError("of this rank alone")
+            time.sleep(60)  # as in a collective of NCCL
+    except ValueError:
+        time.sleep(7)  # finishes logs, for instance
+
+
+def test_ranks_end_when_another_fails_although_its_process_goes_on(tmp_path: Path) -> None:
+    run_ranks(failing_slowly, 3, tmp_path, default_group=False, may_die={0, 2})
+    host = socket.gethostname()
+    lost = f"(rank 1 on {host} failed) (no answer from rank 1 on {host})"
+    for rank, scope in ((0, "rank"), (2, "elsewhere")):
+        said = (tmp_path / str(rank)).read_text()
+        assert said.startswith(f"{scope}: lost another replica") and said.endswith(lost)
 
 
 def seen_by(rank: int, counts: list[float], seconds: float) -> Any:

@@ -18,7 +18,7 @@ from megatron01.parallel import (
     ReplicaGroup,
     failing_together,
     initialize,
-    process_groups,
+    peer_watch,
 )
 from tests.distributed.harness import run_ranks
 
@@ -197,13 +197,16 @@ def test_the_death_of_a_replica_is_an_error_and_no_hang(where: str) -> None:
     assert "lost another replica while waiting for" in answers[0]
 
 
-def _survive(rank: int, world_size: int, lost: int) -> tuple[str, str]:
-    process_groups.LOST_RANK_SECONDS = 2.0
+def _survive(rank: int, world_size: int, lost: int, delay: float = 0.0) -> tuple[str, str]:
+    peer_watch.LOST_RANK_SECONDS = 2.0
 
     def body(group: ReplicaGroup) -> None:
         if rank == lost:
             os._exit(9)
-        group.any(False)
+        try:
+            group.any(False)
+        finally:
+            time.sleep(rank * delay)
 
     try:
         _in_group(body)
@@ -217,6 +220,36 @@ def test_the_first_survivor_names_the_lost() -> None:
     for rank, scope in ((0, "rank"), (2, "elsewhere")):
         assert answers[rank][0].endswith(f"(no answer from rank 1 on {socket.gethostname()})"), answers[rank]
         assert answers[rank][1] == scope
+
+
+def test_ranks_that_answer_late_are_not_lost() -> None:
+    answers = run_ranks(_survive, 4, 3, 1.5, default_group=False, may_die={3})
+    for rank, (message, _) in enumerate(answers[:3]):
+        assert message.endswith(f"(no answer from rank 3 on {socket.gethostname()})"), (rank, answers)
+
+
+def _survive_in_ring(rank: int, world_size: int) -> tuple[str, str]:
+    def body(group: ReplicaGroup) -> None:
+        if rank == world_size - 1:
+            os._exit(9)
+        rows = [torch.empty(3) for _ in range(world_size)]
+        try:
+            dist.all_gather(rows, torch.ones(3), group=group.process_group)
+        except RuntimeError as error:
+            raise LostReplica(str(error)) from error
+
+    try:
+        _in_group(body)
+    except LostReplica as error:
+        return str(error), error.scope
+    return "noticed nothing", ""
+
+
+def test_ranks_that_wait_for_a_neighbor_in_a_ring_are_not_lost() -> None:
+    answers = run_ranks(_survive_in_ring, 6, default_group=False, may_die={5})
+    for rank, (message, scope) in enumerate(answers[:5]):
+        assert message.endswith(f"(no answer from rank 5 on {socket.gethostname()})"), (rank, answers)
+        assert scope == ("elsewhere" if rank else "rank")
 
 
 def test_rank_0_is_named_by_all_as_the_store_is_lost_with_it() -> None:

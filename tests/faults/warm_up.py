@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from megatron01.parallel import process_groups
+from megatron01.parallel import peer_watch
 from megatron01.pretraining import BERT, GPT
 from megatron01.training import consistency, pretrain
 from tests.distributed.warm_up import freeze_objects
@@ -20,7 +20,7 @@ def warm_up() -> None:
     """Short runs of one replica, which leave neither threads nor process groups behind, so that it can be forked."""
     torch.set_num_threads(1)
     consistency.SECONDS_BETWEEN_CHECKS = 0.0  # preemption consensus after every step
-    process_groups.LOST_RANK_SECONDS = 1.0  # replicas of small runs notice a lost rank at about the same time
+    peer_watch.LOST_RANK_SECONDS = 1.0  # replicas of small runs notice a lost rank at about the same time
     with tempfile.TemporaryDirectory(prefix="warm-up-") as temporary, contextlib.redirect_stdout(io.StringIO()):
         corpus = Path(temporary)
         make_corpus(corpus)
