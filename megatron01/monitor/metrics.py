@@ -228,10 +228,14 @@ def describe_traffic(
     replicas: int,
     parameters: int,
     gradient_bytes: int,
+    nodes: int = 1,
     tensor_parallel_size: int = 1,
     tensor_parallel_bytes: int = 0,
 ) -> str:
     """A small table for the end of a run.
+
+    On several nodes of several replicas, "between nodes" is this process's part of what left its node, beside its part
+    of a hierarchical all-reduce: 2 (N-1)/N of the gradients on N nodes, divided by the processes of a node.
 
     Args:
         parameters: that one process holds, all of the model's without tensor parallelism.
@@ -255,6 +259,9 @@ def describe_traffic(
             rows.append(("ratio", beside_adam(totals.comm_bytes, adam)))
             bits = 8 * totals.comm_bytes / (parameters * totals.steps)
             rows.append(("bits", f"{bits:.4g} per parameter and step"))
+        if 1 < nodes < replicas and (between := totals.comm_bytes_between_nodes):
+            adam = adam_bytes(nodes, gradient_bytes) * parameters * totals.steps * nodes / replicas
+            rows.append(("between nodes", f"{format_bytes(between)}, {beside_adam(between, adam)}"))
     title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
     if tensor_parallel_size > 1:
         title = (

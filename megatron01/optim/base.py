@@ -228,8 +228,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._gradients = self._build_exchanges(settings, quantizer, averages, state_dtype, wire_dtype)
         self._overlap = settings.overlap and not self._masks
         self._replicas = safety.ReplicaCheck(self._topology, self._whole)
-        replicas = self._topology.num_replicas
-        adam_bytes = 2 * (replicas - 1) / replicas * self._whole.num_parameters * wire_dtype.itemsize
+        size = self._world.size
+        adam_bytes = 2 * (size - 1) / size * self._whole.num_parameters * wire_dtype.itemsize
         padded = self._whole.blocks.num_elements / self._whole.num_parameters
         self._traffic = safety.TrafficWatch(adam_bytes, schedule, padded, logs=self._world.rank == 0)
         self._sent = self._topology.sent()  # until the last report

@@ -334,6 +334,7 @@ class Trainer:
             tensor_parallel_size=self.tp_ranks.size,
             tensor_parallel_bytes=self.shard.bytes_sent,
             gradient_bytes=DTYPES[training.precision].itemsize,
+            nodes=len(self.group.nodes),
         )
         self.recorder.print(traffic)
         return self.iteration >= training.train_iters

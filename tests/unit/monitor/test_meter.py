@@ -141,6 +141,14 @@ def test_the_closing_account() -> None:
     assert "5.0 times less than Adam" in table and "9.6 per parameter and step" in table
 
 
+def test_the_closing_account_of_several_nodes() -> None:
+    totals = Totals(steps=10, comm_bytes=50_000, comm_bytes_between_nodes=3_000, steps_by_kind={"full": 10})
+    table = describe_traffic(totals, replicas=16, parameters=1000, gradient_bytes=4, nodes=4)
+    # 2 x 3/4 x 1000 x 4 bytes x 10 steps of each node, by 4 processes
+    assert "between nodes    3.00 kB, 5.0 times less than Adam" in table, table
+    assert "between nodes" not in describe_traffic(totals, replicas=4, parameters=1000, gradient_bytes=4, nodes=4)
+
+
 def test_one_replica_sends_nothing() -> None:
     totals = Totals(steps=3, steps_by_kind={"full": 3})
     table = describe_traffic(totals, replicas=1, parameters=1000, gradient_bytes=4)
