@@ -136,7 +136,8 @@ class Row:
     gap: Difference  # final loss minus the baseline's; above 0 is worse
     reach: Reach
     speed_up: float  # the baseline's seconds to the target over this group's; NaN if conditions differ
-    bytes_sent: float  # by one replica, like the next four
+    bytes_sent: float  # by one replica, like the next five
+    bytes_between_nodes: float  # the part that left its node; NaN where that is all or nothing
     bits: float  # per parameter and step
     rounds: float  # exchanges
     rounds_per_step: float
@@ -224,6 +225,7 @@ def summarize(
                 reach=reaches[number],
                 speed_up=math.nan if different else reaches[base].seconds / reaches[number].seconds,
                 bytes_sent=fmean(run.bytes_sent[-1] for run in group.runs),
+                bytes_between_nodes=_mean_known(map(_between_nodes, group.runs)),
                 bits=_mean_known(run.last("bits_per_parameter") for run in group.runs),
                 rounds=fmean(run.rounds[-1] for run in group.runs),
                 rounds_per_step=fmean(run.rounds[-1] / max(1, run.last_iteration) for run in group.runs),
@@ -334,6 +336,12 @@ def _mean_known(values: Iterable[float]) -> float:
     return fmean(known) if known else math.nan
 
 
+def _between_nodes(run: Run) -> float:
+    """Bytes that left the node of a replica that also sent others; NaN otherwise."""
+    sent, between = (float(np.nansum(run.column(key))) for key in ("comm_bytes", "comm_bytes_between_nodes"))
+    return between if 0 < between < sent else math.nan
+
+
 def _throughput(run: Run) -> float:
     """Tokens per second over all timed steps; NaN if there are none."""
     seconds = float(run.seconds[-1])
@@ -406,6 +414,7 @@ def table(summary: Summary) -> list[list[str]]:
         ["speed-up", *(if_known(row.speed_up, "{:.2f}x".format) for row in rows)],
         ["sent to loss", *(if_known(row.reach.bytes_sent, format_bytes) for row in rows)],
         ["sent", *(if_known(row.bytes_sent or math.nan, format_bytes) for row in rows)],
+        ["between nodes", *(if_known(row.bytes_between_nodes, format_bytes) for row in rows)],
         ["bits/param/step", *(if_known(row.bits, "{:.3g}".format) for row in rows)],
         ["rounds", *(if_known(row.rounds or math.nan, "{:,.0f}".format) for row in rows)],
         ["tokens/s", *(if_known(row.tokens_per_second, format_count) for row in rows)],

@@ -141,6 +141,21 @@ def test_rates_are_of_each_run_by_itself(tmp_path: Path) -> None:
     assert row.rounds_per_step == pytest.approx(1) and row.bytes_per_step == pytest.approx(6000)
 
 
+def test_what_left_the_nodes_is_told_where_it_is_a_part(tmp_path: Path) -> None:
+    parts = {"adam": 0.25, "sgdm": 1.0, "bin_sgdm": 0.0}
+    folders = [
+        write_run(
+            tmp_path / name,
+            [one | {"comm_bytes_between_nodes": part * one["comm_bytes"]} for one in lines()],
+            optimizer__optimizer=name,
+        )
+        for name, part in parts.items()
+    ]
+    (section,) = sections([read_run(folder) for folder in folders])
+    cells = by_name(summarize(section.groups))
+    assert cells["sent"] == ["600 kB"] * 3 and cells["between nodes"] == ["150 kB", "", ""]
+
+
 def test_times_count_from_where_they_are_on_record(tmp_path: Path) -> None:
     whole = [one | {"training_seconds": one["iteration"] / 2} for one in lines()]
     late = [one | {"training_seconds": one["training_seconds"] - 20} for one in whole if one["iteration"] > 40]
