@@ -67,7 +67,7 @@ def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
 
 
 def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[Path, int] | None, list[str]]:
-    """Folder and iteration of the checkpoint to resume from, or None to start anew. Collective.
+    """Folder and iteration of the checkpoint to resume from, or None to start anew, as rank 0 finds it. Collective.
 
     The ranks share the hashing of the files. Damaged checkpoints are skipped, unless one was named explicitly; notes on
     those skipped are returned as well. Raises UserError on every rank, if there should be a checkpoint but none is
@@ -75,13 +75,15 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     """
     with failing_together(group, "starting"):
         start, notes = starting_point(config)
-    if start is None:
+        saved = [] if start is None else manifest.iterations(start[0])
+    # a network file system may list others elsewhere for a while
+    place, saved, notes = group.gather((start and (str(start[0]), start[1]), saved, notes))[0]
+    if place is None:
         return None, notes
-    folder, newest = start
+    folder, newest = Path(place[0]), place[1]
     if manifest.iteration_path(config.load or "") is not None:
         _check(manifest.existing_folder(folder, newest), group)
-        return start, notes
-    saved = manifest.iterations(folder)
+        return (folder, newest), notes
     is_there = newest in saved  # else the tracker file may be wrong, and newer ones count too
     candidates = [newest, *(iteration for iteration in saved if iteration < newest or not is_there)]
     iteration, damages = _newest_intact(folder, candidates, group)

@@ -159,7 +159,6 @@ class Trainer:
             "the settings": settings_digest(config),
             "the vocabulary": self.tokenizer.fingerprint[:12],
             **self.data.fingerprints(),
-            "the checkpoint to continue from": str(start),
         }
         require_agreement(fingerprints, group)
         build = functools.partial(build_model, config, self.tokenizer)

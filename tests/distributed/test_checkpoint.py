@@ -198,3 +198,23 @@ def roll_back_on_a_slow_file_system(rank, world_size, folder):
 
 def test_all_ranks_roll_back_to_the_same_checkpoint_whatever_their_file_systems_list(tmp_path):
     assert run_ranks(roll_back_on_a_slow_file_system, 2, str(tmp_path)) == [6, 6]
+
+
+def start_on_a_slow_file_system(rank, world_size, folder):
+    """The machine of rank 1 does not list the checkpoints yet, or not the newest."""
+    found = []
+    with group_of(world_size) as group:
+        for iteration in (3, 6):
+            save(folder, rank, world_size, iteration, group)
+        for listed in ([], [3]):
+            if rank == 1:
+                manifest.iterations = lambda folder, listed=listed: listed
+                manifest.read_tracker = lambda folder, listed=listed: next(iter(listed), None)
+            start, notes = choose_start(CheckpointConfig(save=folder, load="auto"), group)
+            found.append((None if start is None else start[1], notes))
+            group.any(False)
+    return found
+
+
+def test_all_ranks_start_from_the_same_checkpoint_whatever_their_file_systems_list(tmp_path):
+    assert run_ranks(start_on_a_slow_file_system, 2, str(tmp_path)) == [[(6, []), (6, [])]] * 2
