@@ -130,7 +130,7 @@ def starting_point(config: CheckpointConfig) -> tuple[tuple[Path, int] | None, l
             start = manifest.locate(folder)
     if config.save is not None and config.load != "auto":
         saved, _ = _newest_saved(Path(config.save))
-        if saved is not None and (start is None or start[0].resolve() != Path(config.save).resolve()):
+        if saved is not None and not (start and config.saves_in(start[0])):
             raise UserError(
                 f"save folder {config.save} already holds checkpoints up to iteration {saved}; "
                 "give --load auto to go on from there, or another --save"
@@ -145,7 +145,7 @@ def go_back_to(folder: Path, iteration: int, config: CheckpointConfig, group: Re
     on those.
     """
     with failing_together(group, "naming the checkpoint to go on from"):
-        if group.is_first and config.save is not None and Path(config.save).resolve() == folder.resolve():
+        if group.is_first and config.saves_in(folder):
             later = [saved for saved in manifest.iterations(folder) if saved > iteration]
             if later and manifest.iteration_path(config.load or "") is not None:
                 with writing(folder / manifest.TRACKER_NAME):

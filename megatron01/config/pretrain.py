@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig
@@ -195,6 +196,10 @@ class CheckpointConfig(Bounded):
             f"keep_every is {self.keep_every} but keep_last is not given, so every checkpoint is kept; give keep_last",
         )
         require(self.load != "auto" or self.save is not None, "load is 'auto' but save is not given; give --save")
+
+    def saves_in(self, folder: Path) -> bool:
+        """True if ``folder`` is the one that checkpoints are saved in, symbolic links followed."""
+        return self.save is not None and Path(self.save).resolve() == folder.resolve()
 
 
 @dataclass(frozen=True, kw_only=True)

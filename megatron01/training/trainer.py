@@ -414,7 +414,7 @@ class Trainer:
         self.group.progress.pause()
         saved, notes, self._changed_settings = self._saved.load(folder, iteration)
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
-        if self.config.checkpoint.save is not None and folder.resolve() == Path(self.config.checkpoint.save).resolve():
+        if self.config.checkpoint.saves_in(folder):
             self.checkpoints.saved_iteration = iteration
         return notes
 
