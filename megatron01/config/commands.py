@@ -220,9 +220,6 @@ class FineTuneConfig(LoadConfig):
             )
 
 
-QUICK = {"batch_sizes": (16,), "learning_rates": (5e-5,), "seeds": 1, "epochs": 1.0}
-"""What ``GlueConfig.quick`` puts in the place of defaults."""
-
 QUICK_EXAMPLES, QUICK_DEV_EXAMPLES = 3200, 1000
 """Examples of a task that a quick run trains on at most, and evaluates of each development set: the first ones."""
 
@@ -238,7 +235,10 @@ class GlueConfig(FineTuneConfig):
     """Which tasks."""
     max_length: Annotated[int, Bounds(lambda value: value >= 8, "8 or more")] = 128
     """Tokens of an example; longer ones are truncated. Batches are padded to their own longest."""
-    quick: bool = False
+    quick: bool = field(
+        default=False,
+        metadata={"implies": {"batch_sizes": (16,), "learning_rates": (5e-5,), "seeds": 1, "epochs": 1.0}},
+    )
     """A first look: one run for each task, of one epoch over at most 3,200 examples, evaluated on at most 1,000, unless
     other values are given."""
     mnli_model: str | None = None
@@ -250,10 +250,6 @@ class GlueConfig(FineTuneConfig):
     """CSV file with more rows for the comparison: a column 'model', and columns named as in results.csv."""
 
     def __post_init__(self) -> None:
-        if self.quick:
-            for name, value in QUICK.items():
-                if getattr(self, name) == getattr(GlueConfig, name):
-                    object.__setattr__(self, name, value)
         super().__post_init__()
         require(len(self.tasks) > 0, "tasks is empty; expected one or more")
         require(len(set(self.tasks)) == len(self.tasks), "tasks holds a task twice; give each once")

@@ -86,7 +86,7 @@ class Setting:
     help: str
     metadata: Mapping[str, Any]
     """"aliases": other names of the setting; "names": texts without a dot; "expected": what a value has to be, in
-    words."""
+    words; "implies": values by key that take the place of other defaults if it is true."""
 
     @property
     def key(self) -> str:
@@ -220,6 +220,8 @@ class Settings(Generic[ConfigT]):
         Raises UserError if a setting without default is not given, or what the configuration classes raise.
         """
         for setting in self.by_key.values():
+            if values.get(setting.key) is True:
+                values = {**setting.metadata.get("implies", {}), **values}
             if setting.default is MISSING and setting.key not in values:
                 raise UserError(f"{setting.flag} is not given; expected {setting.expectation} ({setting.help})")
         arguments = {setting.name: values[setting.key] for setting in self.in_section(None) if setting.key in values}

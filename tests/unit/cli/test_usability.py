@@ -278,8 +278,14 @@ def test_the_doctor_of_one_machine_notices_a_folder_that_is_not_there(tmp_path: 
     ]
 
 
-def test_a_quick_sweep_takes_the_place_of_defaults_alone() -> None:
-    config = of(GlueConfig, "--load", "m", "--input", "d", "--output", "o", "--quick")
+def test_a_quick_sweep_takes_the_place_of_defaults_alone(tmp_path: Path) -> None:
+    needed = ["--load", "m", "--input", "d", "--output", "o"]
+    config = of(GlueConfig, *needed, "--quick")
     assert (config.batch_sizes, config.learning_rates, config.seeds, config.epochs) == ((16,), (5e-5,), 1, 1.0)
-    config = of(GlueConfig, "--load", "m", "--input", "d", "--output", "o", "--quick", "--seeds", "2")
-    assert (config.batch_sizes, config.seeds) == ((16,), 2)
+    config = of(GlueConfig, *needed, "--quick", "--seeds", "2", "--epochs", "3")  # the last is the default
+    assert (config.batch_sizes, config.seeds, config.epochs) == ((16,), 2, 3.0)
+    assert of(GlueConfig, *needed, "--quick", "--no-quick").seeds == 10
+    file = tmp_path / "sweep.yaml"
+    file.write_text("quick: true\nseeds: 10\n")
+    config = of(GlueConfig, *needed, "--config", str(file))
+    assert (config.seeds, config.epochs) == (10, 1.0)
