@@ -290,7 +290,8 @@ def best_lines(best: Mapping[str, Setting], columns_of: Columns) -> list[str]:
             which = [str(setting.batch_size), f"{setting.learning_rate:g}"]
             counts = [str(len(setting.results)), str(setting.num_diverged or "-")]
             rows.append([column.title, *numbers, *which, *counts])
-    return columns(rows)
+    has_diverged = any(setting.num_diverged for setting in best.values())
+    return columns(rows) + (["", "A diverged run counts as 0 in the median."] if has_diverged else [])
 
 
 def all_settings(settings: Iterable[Setting], columns_of: Columns) -> list[list[str]]:

@@ -63,6 +63,8 @@ def test_the_lines_for_the_terminal():
     lines = best_lines(best_settings(settings_of(diverged), COLUMNS), COLUMNS)
     assert lines[0].split() == ["median", "worst", "best", "batch", "lr", "runs", "diverged"]
     assert lines[1].split() == ["RTE", "25.0", "0.0", "50.0", "16", "1e-05", "2", "1"]
+    assert lines[2:] == ["", "A diverged run counts as 0 in the median."]
+    assert len(best_lines(best(), COLUMNS)) == 4  # without diverged ones: a header and three metrics
 
 
 def test_the_comparison_in_all_formats():
