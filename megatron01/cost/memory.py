@@ -34,7 +34,7 @@ from megatron01.cost.volume import (
 )
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
-from megatron01.models.cross_entropy import CHUNK_BYTES, VocabularyLoss, cross_entropy, row_chunks
+from megatron01.models.cross_entropy import CHUNK_BYTES, SOFTMAX_ELEMENTS, VocabularyLoss, cross_entropy, row_chunks
 from megatron01.models.layers import SelfAttention
 from megatron01.models.tensor_parallel import shard_shapes
 from megatron01.utils.files import shipped
@@ -74,7 +74,9 @@ class PassBytes:
     unused: int = 0  # fragmentation of a CPU's allocator
 
 
-def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micro_batches: int) -> PassBytes:
+def pass_bytes(
+    config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micro_batches: int, plain_torch: bool = False
+) -> PassBytes:
     """Memory of the forward and backward passes of one step.
 
     They run on fake tensors of a micro-batch's shapes, and every storage is tracked from allocation to release.
@@ -84,12 +86,13 @@ def pass_bytes(config: PretrainConfig, model: GPT2 | Bert, *, on_gpu: bool, micr
         on_gpu: fused attention saves no scores, and dropout one byte per element; on CPUs dropout saves a mask in the
             dtype of its input, and attention with dropout its scores.
         micro_batches: of a step; gradients of the first exist while the second runs.
+        plain_torch: on a GPU that the Triton kernels do not support; the softmax of the loss then has temporaries.
     """
     dtype = DTYPES[config.training.precision]
     heap_block = LARGE_BLOCK if gives_back_freed_blocks(config.model, "cpu") else _HEAP_BLOCK
     for module in model.modules():
         if isinstance(module, VocabularyLoss):
-            stand_in = partial(_memory_of_losses, vocab_size=module.vocab_size, on_gpu=on_gpu)
+            stand_in = partial(_memory_of_losses, vocab_size=module.vocab_size, on_gpu=on_gpu, plain_torch=plain_torch)
             module.token_losses = stand_in  # type: ignore[method-assign]
     if on_gpu:
         _use_kernels_of_gpus(model)
@@ -169,10 +172,19 @@ class _Storages(TorchDispatchMode):
 
 
 def _memory_of_losses(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, *, vocab_size: int, on_gpu: bool
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    vocab_size: int,
+    on_gpu: bool,
+    plain_torch: bool,
 ) -> torch.Tensor:
     """Takes the memory of ``VocabularyLoss.token_losses``: of its first piece, as of each, or of a GPU's kernel."""
-    if not on_gpu:
+    if on_gpu and plain_torch:
+        rows = slice(max(1, SOFTMAX_ELEMENTS["cuda"] // logits.shape[1]))
+        torch.empty_like(logits[rows, :vocab_size], dtype=torch.float32)  # a GPU casts as it computes the softmax
+    elif not on_gpu:
         rows = next(row_chunks(logits))
         cross_entropy(logits[rows], labels[rows], vocab_size=vocab_size, gradient_weights=weights[rows])
     return torch.empty_like(weights)

@@ -242,12 +242,12 @@ def _show_memory(config: ForecastSettings) -> None:
     model, _ = model_without_memory(config)
     gpu = GPUS.get(config.cluster.gpu.lower())
     micro_batches = training.accumulation_steps(nodes * processes // tp_size)
-    passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches)
+    plain_torch = gpu is not None and not gpu.is_ampere_or_later
+    passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches, plain_torch=plain_torch)
     passes = PassBytes(*(size // tp_size for size in astuple(passes)))
     notes = _notes(config, note)
-    plain_torch = gpu is not None and not gpu.is_ampere_or_later
     if plain_torch:
-        notes.append("the Triton kernels do not support this GPU; temporaries of updates in plain torch are in passes")
+        notes.append("the Triton kernels do not support this GPU; temporaries of plain torch are in passes")
     memories = {}
     for name in dict.fromkeys([*OPTIMIZERS, config.optimizer.optimizer]):
         distributed = config.distributed

@@ -357,6 +357,16 @@ def test_a_gpus_larger_chunks_of_logits_are_counted(monkeypatch: pytest.MonkeyPa
     assert planned_passes(config, on_gpu=True).peak < before - 1e8
 
 
+def test_the_softmax_of_plain_torch_on_a_gpu_is_counted() -> None:
+    config = dataclasses.replace(gpt_config(), training=dataclasses.replace(TRAINING, micro_batch_size=48))
+    peaks = []
+    for plain_torch in (False, True):
+        with torch.device("meta"):
+            model = GPT2(config.model, 50257)
+        peaks.append(pass_bytes(config, model, on_gpu=True, micro_batches=1, plain_torch=plain_torch).peak)
+    assert 0.9 * 2**27 < peaks[1] - peaks[0] <= 2**27
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_prediction_computes_no_softmax_but_one_piece(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
     """It went through the logits of all tokens, piece by piece, which took minutes for large batches."""
