@@ -330,8 +330,8 @@ class TextConfig(Bounded):
     def written_files(self) -> re.Pattern[str]:
         """Matches the absolute paths of what preprocessing writes under this output_prefix and these keys."""
         keys = "|".join(map(re.escape, self.json_keys))
-        pair = r"(?:bin|idx|json|(?:bin|idx|sizes|documents)\.partial|json\.\d+\.tmp)"
-        run = r"(?:lock|progress\.json(?:\.\d+\.tmp)?)"
+        pair = r"(?:bin|idx|json|(?:bin|idx|sizes|documents)\.partial|json\.[\da-f]+\.tmp)"
+        run = r"(?:lock|progress\.json(?:\.[\da-f]+\.tmp)?)"
         level = "(?:sentence|document)"
         return re.compile(
             rf"{re.escape(os.path.abspath(self.output_prefix))}_(?:(?:{keys})_{level}\.{pair}|{level}\.{run})"

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import stat
+import uuid
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -136,8 +137,11 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def temporary_path(path: Path) -> Path:
-    """Temporary name, unique to this process, under which a file is written before it is renamed to ``path``."""
-    return path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """A unique temporary name under which a file is written before it is renamed to ``path``.
+
+    Random, as processes of different machines or containers that share a folder may have the same number.
+    """
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def write_atomically(path: Path, content: bytes | str) -> None:

@@ -9,6 +9,7 @@ from typing import IO
 
 import pytest
 
+from megatron01.utils import files
 from megatron01.utils.files import open_locked, write_atomically
 
 
@@ -30,6 +31,22 @@ def test_the_old_content_stays_when_the_new_cannot_be_put_in_place(
     with pytest.raises(OSError, match="no space"):
         write_atomically(tmp_path / "file", "new")
     assert (tmp_path / "file").read_text() == "old" and os.listdir(tmp_path) == ["file"]
+
+
+def test_two_writers_of_one_file_do_not_meet_even_with_the_same_process_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As two containers that share a folder have: the second writes while the first waits for the disk."""
+    first = files.flush_to_disk
+
+    def second(file: IO[bytes]) -> None:
+        monkeypatch.setattr(files, "flush_to_disk", first)
+        write_atomically(tmp_path / "file", "second")
+        first(file)
+
+    monkeypatch.setattr(files, "flush_to_disk", second)
+    write_atomically(tmp_path / "file", "first")
+    assert (tmp_path / "file").read_text() == "first" and os.listdir(tmp_path) == ["file"]
 
 
 def test_a_lock_is_for_one_at_a_time_and_for_the_file_that_has_the_name(tmp_path: Path) -> None:
