@@ -160,6 +160,7 @@ class OverflowGuard:
             f"gradients were not finite for {self._max_skipped_steps} steps in a row on at least one replica "
             f"(step {step}, loss scale {self.loss_scale:g}); lower the learning rate or look at the data",
             is_here=self.status() is Status.GIVING_UP,
+            skipped_steps=self._skipped_in_a_row,
         )
 
     def scalars(self) -> list[float]:

@@ -92,8 +92,9 @@ class TrainingDiverged(RuntimeError):
 
     Attributes:
         is_here: whether they were on this replica.
+        skipped_steps: that this replica has skipped in a row.
     """
 
-    def __init__(self, message: str, *, is_here: bool) -> None:
+    def __init__(self, message: str, *, is_here: bool, skipped_steps: int) -> None:
         super().__init__(message)
-        self.is_here = is_here
+        self.is_here, self.skipped_steps = is_here, skipped_steps

@@ -295,7 +295,8 @@ class Trainer:
             except TrainingDiverged as error:
                 if config.health.on_loss_spike != "roll_back":
                     raise
-                batches = self._roll_back(str(error))
+                self.consumed_samples += self.global_batch_size  # the step that raised it took them
+                batches = self._roll_back(str(error), int(self.group.maxima([error.skipped_steps])[0]))
                 continue
             self.recorder.step_done(self.iteration)
             self._check_ownership(stop)
@@ -310,7 +311,7 @@ class Trainer:
             if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
                 loss_spike = self._write_line(eval_loss)
                 if loss_spike is not None and config.health.on_loss_spike != "warn":
-                    batches = self._roll_back(loss_spike)
+                    batches = self._roll_back(loss_spike, config.logging.log_interval)
                     continue
             if is_last or reason is not None:
                 self.save()
@@ -450,8 +451,8 @@ class Trainer:
             self.recorder.print(f"WARNING: {warning} (iteration {self.iteration})")
         return findings.loss_spike
 
-    def _roll_back(self, problem: str) -> Iterator[Batch]:
-        """Resume from the last checkpoint before the steps that caused a ``problem``, such as a loss spike. Collective.
+    def _roll_back(self, problem: str, steps: int) -> Iterator[Batch]:
+        """Resume from the last checkpoint before a ``problem`` (a loss spike, say) in the last ``steps``. Collective.
 
         The samples since that checkpoint are deferred to the end of training.
 
@@ -472,7 +473,7 @@ class Trainer:
             )
         self.checkpoints.wait()
         folder = Path(self.config.checkpoint.save or "")
-        latest, saved = self.iteration - self.config.logging.log_interval, self.checkpoints.saved_iteration
+        latest, saved = self.iteration - steps, self.checkpoints.saved_iteration
         if saved is not None:  # later ones are of a run from which this one has gone back
             latest = min(latest, saved)
         iteration = roll_back(folder, latest, self.group, first_sample=self.data.order.first_sample)

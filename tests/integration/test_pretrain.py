@@ -320,6 +320,36 @@ def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimi
     assert_same_state(iteration_folder(tmp_path / "saved", 24), iteration_folder(tmp_path / "saved2", 24))
 
 
+def without_gradients(script, first, last):
+    """The script's forward step, whose gradients are NaN, and the loss as it is, from step ``first`` up to ``last``."""
+    steps = iter(range(1, 1_000_000))
+
+    def forward_step(module, batch):
+        loss, parts = script.forward_step(module, batch)
+        step = next(steps) if module.training else 0
+        return (loss + (loss - loss).sqrt() if first <= step <= last else loss), parts
+
+    return forward_step
+
+
+def lose_gradients_and_roll_back(rank, world_size, config):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        pretrain(config, GPT.build_datasets, GPT.build_model, without_gradients(GPT, 9, 16))
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    "settings", slow_after(1, [{"sync_policy": "constant:4", "variance_freeze_step": 3}, {}, {"optimizer": "adam"}])
+)
+def test_gradients_that_stay_not_finite_are_rolled_back_to_before_the_first_of_them(corpus, tmp_path, settings):
+    output, _ = run_ranks(
+        lose_gradients_and_roll_back, 2, rolling_back(corpus, tmp_path, max_skipped_steps=5, **settings)
+    )
+    # the checkpoint of 10 is among the steps that were skipped
+    assert re.search(r"rolled back from iteration 1[1-4] to 5;", output), output
+
+
 def go_back_and_roll_back(rank, world_size, config, branch):
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
