@@ -249,7 +249,7 @@ class Trainer:
             folder = config.checkpoint.pretrained_checkpoint
             self._start_notes += start_from_weights(self.optimizer, self.shard, folder, config.data, group)
         self.check_replicas()
-        with failing_together(group, "opening the run folder"):
+        with failing_together(group, "opening the run folder", long_timeout=True):  # wandb may not answer
             self.recorder = open_recorder(config, environment, resumed_iteration=self.iteration)
 
     def _set_up_arithmetic(self, compiles: bool) -> str:

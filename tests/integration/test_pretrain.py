@@ -370,6 +370,20 @@ def test_a_run_that_goes_back_rolls_back_to_its_own_checkpoints(corpus, tmp_path
     assert "rolled back from iteration 14 to 10" in output
 
 
+def open_slowly(rank, world_size, config):
+    """As with a server of metrics that does not answer."""
+    if rank == 0:
+        opened = trainer.open_recorder
+        trainer.open_recorder = lambda *args, **kwargs: time.sleep(10) or opened(*args, **kwargs)
+    return pretrain(config, GPT.build_datasets, GPT.build_model, GPT.forward_step)
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_the_folder_of_the_run_longer_than_for_a_collective(corpus, tmp_path):
+    config = gpt_config(corpus, run_dir=str(tmp_path), train_iters=4, distributed_timeout_minutes=0.1)
+    assert run_ranks(open_slowly, 2, config) == [0, 0]
+
+
 def go_on_into_a_spike(rank, world_size, config, resumed):
     parts = (GPT.build_datasets, GPT.build_model)
     pretrain(config, *parts, GPT.forward_step)
