@@ -281,7 +281,8 @@ def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str,
 def read_metadata(checkpoint: Path) -> CheckpointMetadata:
     """Read ``metadata.json`` of a checkpoint and check that its files have their recorded size.
 
-    Raises UserError if the folder, a file or an entry is missing, truncated, or of another format version.
+    Raises UserError if the folder, a file or an entry is missing, truncated, or of another format version, or if the
+    folder has the name of another iteration.
     """
     path = checkpoint / METADATA_NAME
     if not checkpoint.is_dir():
@@ -297,6 +298,12 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         if entries.pop("content_hash") != _content_hash(entries):
             raise UserError(f"{path} is damaged (its content does not have its hash); use another checkpoint")
         metadata = _metadata(entries)
+    named = _ITERATION_NAME.fullmatch(checkpoint.name.removesuffix(".replaced"))
+    if named is not None and int(named[1]) != metadata.iteration:
+        right = iteration_folder(checkpoint.parent, metadata.iteration).name
+        raise UserError(
+            f"{checkpoint} holds the checkpoint of iteration {metadata.iteration}; its name must be {right}"
+        )
     for name, stored in metadata.files.items():
         with damage_named(checkpoint / name), open_regular(checkpoint / name) as file:
             size = os.fstat(file.fileno()).st_size

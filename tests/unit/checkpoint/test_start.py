@@ -49,6 +49,13 @@ def test_several_are_passed_over(folder, group):
     assert start == (folder, 10) and len(notes) == 2
 
 
+def test_one_under_the_name_of_another_iteration_is_passed_over(folder, group):
+    for iteration, name in ((30, "aside"), (20, "iter_0000030")):
+        iteration_folder(folder, iteration).rename(folder / name)
+    start, (note,) = choose_start(config(folder), group)
+    assert start == (folder, 10) and "iteration 20; its name must be iter_0000020" in note
+
+
 def test_none_is_intact(folder, group):
     for iteration in (10, 20, 30):
         flip_bit(iteration_folder(folder, iteration) / "rank_00000.safetensors", 300)
