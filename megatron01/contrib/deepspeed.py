@@ -470,7 +470,8 @@ def translate(
             sets[name] = field.settings(given[name], file)
         elif field.default is not None and name not in flat and _may_have(given, name):
             defaults[name] = field.settings(field.default, file)
-    if file.optimizer:
+    chosen = OPTIMIZERS.get(file.optimizer)
+    if chosen is not None and from_flags.get("optimizer.optimizer", chosen) == chosen:
         defaults["optimizer.type"] = _one_bit_defaults(file)
     decided = {key: value for values in sets.values() for key, value in values.items()}
     set_by = {key: name for name, values in sets.items() for key in values}

@@ -58,6 +58,27 @@ def test_defaults_deepspeeds_defaults_yaml_json_flags(files: list[str]) -> None:
     assert read(*files[2:], *files[:2]) == read(*files)  # the order of the two flags does not matter
 
 
+@pytest.mark.parametrize(
+    ("kind", "same", "chosen"),
+    [
+        ("OneBitAdam", "one_bit_adam", "zero_one_adam"),
+        ("ZeroOneAdam", "zero_one_adam", "adam"),
+        ("ZeroOneAdam", "zero_one_adam", "one_bit_adam"),
+    ],
+)
+def test_another_optimizer_than_the_files_has_its_own_settings(
+    tmp_path: Path, kind: str, same: str, chosen: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"optimizer": {"type": kind, "params": {"lr": 2e-4}}}))
+    ours = read("--deepspeed-config", str(path), "--optimizer", chosen).optimizer
+    assert (ours.optimizer, ours.lr) == (chosen, 2e-4)
+    assert ours.momentum_bias_correction and ours.variance_bias_correction and ours.step_bound is None
+    assert (ours.variance_decay, ours.local_scale) == ("elapsed", 0.5)
+    given = read("--deepspeed-config", str(path), "--optimizer", same)
+    assert given == read("--deepspeed-config", str(path)) and given.optimizer.step_bound == 0
+
+
 def test_what_becomes_of_each_field_is_printed_to_stderr(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     read(*files, "--clip-grad", "0.1")
     printed = capsys.readouterr()
