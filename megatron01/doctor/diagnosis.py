@@ -187,12 +187,18 @@ def _unreachable(first: Examination) -> list[str]:
             f" one of {names or 'its interfaces'}"
         ]
     if first.gloo is not None and is_loopback(first.gloo[1]):
+        interface = f"the interface that connects them ({names or 'there is none'})"
+        if first.gloo_variable:
+            return [
+                f"GLOO_SOCKET_IFNAME is {first.gloo_variable} on {first.node}, so that other nodes cannot reach it: set"
+                f" it to {interface}"
+            ]
         resolves = f"resolves to {first.addresses[0]}" if first.addresses else "does not resolve"
         if first.addresses and not is_loopback(first.addresses[0]):
             resolves += ", an address of another machine,"
         return [
             f"host name {first.host} {resolves} on {first.node}, so that other nodes cannot reach it: set"
-            f" GLOO_SOCKET_IFNAME to the interface that connects them ({names or 'there is none'}), or fix /etc/hosts"
+            f" GLOO_SOCKET_IFNAME to {interface}, or fix /etc/hosts"
         ]
     return []
 

@@ -143,7 +143,7 @@ def _choice_rows(one: Forecast) -> list[list[str]]:
         rows.append(
             [
                 run.choice.name,
-                f"{1e3 * run.step_seconds:.4g}",
+                f"{1e3 * run.step_seconds:,.1f}",
                 format_count(one.tokens_per_step / run.step_seconds),
                 f"{one.runs[0].seconds / run.seconds:.2f}",
                 f"{exposed / run.seconds:.0%}",

@@ -47,7 +47,7 @@ def describe(title: str, run: Traffic, compared: Sequence[Comparison]) -> str:
         f"T_v       {refreshes.size:,} refreshes of the second moment{last}",
         f"T_u       {int(run.synchronizes.sum()):,} synchronizations in {run.steps:,} steps",
         f"rounds    {run.total_rounds:,} exchanges",
-        f"sent      {sent} by each replica ({bits:.4g} bit/param/step)",
+        f"sent      {sent} by each replica ({bits:.3f} bit/param/step)",
         *("", "One replica sends, compared with the same steps of", *columns(list(map(_comparison_row, compared)))),
     ]
     return "\n".join(lines)
@@ -56,7 +56,7 @@ def describe(title: str, run: Traffic, compared: Sequence[Comparison]) -> str:
 def _phase_row(phase: Phase, name: str) -> list[str]:
     counts = [f"{count:,}" for count in (phase.full, phase.one_bit, phase.local, phase.rounds)]
     rates = f"{phase.first_lr:.2e} - {phase.last_lr:.2e}"
-    return [name, str(phase.interval), rates, *counts, format_bytes(phase.bytes_sent), f"{phase.bits:.4g}"]
+    return [name, str(phase.interval), rates, *counts, format_bytes(phase.bytes_sent), f"{phase.bits:.3f}"]
 
 
 def _comparison_row(other: Comparison) -> list[str]:

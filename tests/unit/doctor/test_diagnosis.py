@@ -86,6 +86,12 @@ def test_a_healthy_cluster_has_no_problem() -> None:
             "host name node1 does not resolve on node1, so that",
             True,
         ),
+        (
+            {"gloo": ("lo", "127.0.0.1"), "gloo_variable": "lo"},
+            {},
+            "GLOO_SOCKET_IFNAME is lo on node1, so that other nodes cannot reach it: set it to the interface that",
+            True,
+        ),
         ({"gloo": None, "gloo_variable": "ib9"}, {}, "node1 has no interface ib9, which GLOO_SOCKET_IFNAME", True),
         (
             {"open_files": 229},
