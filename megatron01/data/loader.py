@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from megatron01.data.datasets import SampleDataset, Samples
-from megatron01.errors import UserError
+from megatron01.errors import FaultError, UserError
 from megatron01.utils.signals import is_main_thread, leave_signals_to_parent
 
 _BATCHES_PER_WORKER = 4  # prepared in advance
@@ -76,7 +76,7 @@ class BatchLoader:
 
     Of each block of micro-batch size mb x replicas samples, replica r takes those at [r mb, (r + 1) mb); an incomplete
     last block is dropped. ``len`` is the number of batches. An error in a worker process is raised once in the
-    iterating one, with its traceback; so is the death of a worker process, as a UserError. Raises UserError if not a
+    iterating one, with its traceback; so is the death of a worker process, as a FaultError. Raises UserError if not a
     single batch is left.
 
     Args:
@@ -142,7 +142,7 @@ class BatchLoader:
                     raise
                 if isinstance(self._source, SampleDataset):
                     self._source.check_unchanged()  # reading beyond the end of a file that shrank kills a process
-                raise UserError(
+                raise FaultError(
                     f"a process that prepares batches ended unexpectedly ({str(error).splitlines()[0]}); it may have"
                     " run out of memory or of /dev/shm; try a smaller num_workers"
                 ) from error

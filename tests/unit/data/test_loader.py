@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron01.data import BatchLoader
-from megatron01.errors import UserError
+from megatron01.errors import FaultError, UserError
 from tests.tiers import slow_after
 
 sizes = st.integers(1, 4)
@@ -202,7 +202,7 @@ def test_killed_worker() -> None:
     loader = BatchLoader(
         Squares(fail_at=9), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
     )
-    with pytest.raises(UserError, match="a process that prepares batches ended unexpectedly"):
+    with pytest.raises(FaultError, match="a process that prepares batches ended unexpectedly"):
         list(loader)
 
 
