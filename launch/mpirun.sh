@@ -42,7 +42,9 @@ if [ -n "${INTERFACE:-}" ]; then
     mpirun+=(--mca btl_tcp_if_include "$INTERFACE" --mca oob_tcp_if_include "$INTERFACE")
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-for variable in OMP_NUM_THREADS PYTHONPATH MASTER_PORT $(compgen -e | grep -E '^(NCCL|GLOO|WANDB|HF)_' || true); do
+[ -t 1 ] || [ -n "${FORCE_COLOR:-}" ] || export NO_COLOR=1 # mpirun gives its processes terminals of their own
+variables=$(compgen -e | grep -E '^(NCCL|GLOO|WANDB|HF)_' || true)
+for variable in OMP_NUM_THREADS PYTHONPATH MASTER_PORT NO_COLOR FORCE_COLOR $variables; do
     [ -z "${!variable:-}" ] || mpirun+=(-x "$variable")
 done
 mpirun+=("${more[@]}")

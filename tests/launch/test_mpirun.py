@@ -64,7 +64,7 @@ def test_a_host_file_says_where(tmp_path: Path) -> None:
     for words in (check, run):
         assert words[words.index("-n") + 1] == "13" and words[words.index("--hostfile") + 1] == str(hosts)
         assert "MASTER_ADDR=node1" in words and words[words.index("btl_tcp_if_include") + 1] == "ib0"
-        assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "OMP_NUM_THREADS"} <= set(words)
+        assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "OMP_NUM_THREADS", "NO_COLOR"} <= set(words)
     assert check[-5:] == ["-m", "megatron01", "doctor", "--comm-backend", "mpi"]
     assert run[-5:] == ["mpi", "--save", "a folder", "--load", "auto"]
 
