@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submit the pretraining of a published model to SLURM, on 16 machines with 8 GPUs each:
+# Submit the pretraining of a published model to SLURM, on 16 machines with 8 GPUs each (NODES, TASKS_PER_NODE: others):
 #
 #   launch/slurm/recipe.sh [--dry-run] MODEL OPTIMIZER[,OPTIMIZER...] [FLAGS...]
 #   launch/slurm/recipe.sh bert_large zero_one_adam --data-path /data/wiki_text_sentence
