@@ -87,12 +87,12 @@ class EarlyStart:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Context in which gradients are only accumulated, and nothing is sent."""
-        self._paused = True
+        """Context in which gradients are only accumulated, and nothing is sent. It may be nested."""
+        before, self._paused = self._paused, True
         try:
             yield
         finally:
-            self._paused = False
+            self._paused = before
 
     def join(self) -> None:
         """Make the current stream wait for the stream that sends; called after the backward pass."""

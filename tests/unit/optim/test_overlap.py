@@ -56,6 +56,20 @@ def test_buckets_go_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     assert len(current) == 1
 
 
+def test_contexts_in_which_nothing_is_sent_may_be_nested() -> None:
+    model = nn.Linear(32, 1)
+    flat = FlatParameters([NamedParameter(name, p, 0) for name, p in model.named_parameters()], 32)
+    early, sent = EarlyStart(flat), list[int]()
+    early.attach(model, lambda: Opened([(0, flat.blocks.num_blocks)], sent.append))
+    with early.paused():
+        with early.paused():
+            model(torch.ones(1, 32)).sum().backward()
+        model(torch.ones(1, 32)).sum().backward()
+        assert sent == []
+    model(torch.ones(1, 32)).sum().backward()
+    assert sent == [0]
+
+
 def test_state_is_read_once_the_checks_of_buckets_sent_early_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(32))], 0.1)
     found = torch.ones(1, dtype=torch.int32)  # which the stream of their exchange has yet to set to 0
