@@ -199,11 +199,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         about: tuple[Any, ...] = (type(self).__name__, beta1, quantizer, delay, str(state_dtype), sample(schedule))
         about += () if second_moment is None else second_moment.settings
         about += (settings.block_size, settings.loss_scaler is None, *settings.agreement, *agreement)
-        check_agreement(self._whole, self._frozen_at_start, self._masks, self.param_groups, about, topology)
-        if self._frozen_at_start:
-            share_frozen(self._frozen_at_start, self._whole.device, topology)
-        for weights in self._whole.weight_buffers:
-            self._world.broadcast(weights)
+        check_agreement(self._whole, self._frozen_at_start, self._masks, self.param_groups, about, self._world)
+        self._broadcast_weights()
         self._local = LocalUpdate(
             self._flat, self._kernels, rule, state_dtype=state_dtype, num_groups=len(self.param_groups)
         )
@@ -800,18 +797,25 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
     @torch.no_grad()
     def reload_weights(self) -> None:
-        """Adopt the model's weights of replica 0 as master weights, after loading others into the model.
+        """Adopt the model's weights of replica 0, also where frozen, after loading others into the model.
 
         Collective; drops the steps accumulated since the last synchronization.
         """
         self._whole.check_unchanged()
         self.finish_delayed()
         self._weights_are_ahead = False
-        for weights in self._whole.weight_buffers:
-            self._world.broadcast(weights)
+        with self._unreported():
+            self._broadcast_weights()
         self._adopt_weights()
         agrees = self._local.since_sync.agrees and self._is_single
         self._local.since_sync = replace(self._local.start, agrees=agrees)
+
+    def _broadcast_weights(self) -> None:
+        """Copy the weights of replica 0, those of frozen parameters too, to all replicas."""
+        if self._frozen_at_start:
+            share_frozen(self._frozen_at_start, self._whole.device, self._world)
+        for weights in self._whole.weight_buffers:
+            self._world.broadcast(weights)
 
     def _adopt_weights(self) -> None:
         """Make the model's weights the master weights."""

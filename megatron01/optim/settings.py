@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron01.comm import Status, Topology
 from megatron01.comm.payload import digest
-from megatron01.comm.transport import read_checked
+from megatron01.comm.transport import Transport, read_checked
 from megatron01.errors import UserError, require_integer, require_positive
 from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
 from megatron01.optim.loss_scaler import LossScaler
@@ -185,7 +185,7 @@ def check_agreement(
     masks: Mapping[int, torch.Tensor],
     param_groups: Sequence[Mapping[str, Any]],
     settings: tuple[Any, ...],
-    topology: Topology,
+    replicas: Transport,
 ) -> None:
     """Compare a hash of parameters, masks by parameter number, groups and other settings over the replicas.
 
@@ -201,32 +201,32 @@ def check_agreement(
     ]
     groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
     left_out = [(p.name, tuple(p.tensor.shape), str(p.tensor.dtype)) for p in frozen]
-    if different := _different((description, left_out, masked, groups, settings), layout.device, topology):
+    if different := _different((description, left_out, masked, groups, settings), layout.device, replicas):
         raise UserError(
             f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
             "schedule or other optimizer settings than 0; expected the same on all"
         )
 
 
-def share_frozen(frozen: Sequence[NamedParameter], device: torch.device, topology: Topology) -> None:
+def share_frozen(frozen: Sequence[NamedParameter], device: torch.device, replicas: Transport) -> None:
     """Broadcast replica 0's frozen weights if any replica has others, drawn from another seed say."""
     weights = {p.name: p.tensor.detach() for p in frozen if p.tensor.numel() and not p.tensor.is_meta}
     # copies, as the digest reads 32-bit words, to which a 16-bit tensor need not be aligned
     copies = ((name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in weights.items())
-    if _different([digest({name: copy}) for name, copy in copies], device, topology):
+    if _different([digest({name: copy}) for name, copy in copies], device, replicas):
         for tensor in weights.values():
             whole = tensor.to(device, memory_format=torch.contiguous_format, copy=True)
-            topology.world.broadcast(whole.view(-1).view(torch.uint8))
+            replicas.broadcast(whole.view(-1).view(torch.uint8))
             tensor.copy_(whole)
 
 
-def _different(value: object, device: torch.device, topology: Topology) -> list[int]:
+def _different(value: object, device: torch.device, replicas: Transport) -> list[int]:
     """The replicas whose ``repr`` of ``value`` differs from replica 0's. Collective."""
-    if topology.world.size == 1:
+    if replicas.size == 1:
         return []
     own = np.frombuffer(hashlib.sha256(repr(value).encode()).digest(), np.uint8)
-    digests, work = topology.world.gather(torch.tensor(own, device=device))
+    digests, work = replicas.gather(torch.tensor(own, device=device))
     work.wait()
-    topology.world.check(digests)
-    differs = read_checked([(digests != digests[0]).any(1).float()], topology.world)
+    replicas.check(digests)
+    differs = read_checked([(digests != digests[0]).any(1).float()], replicas)
     return [replica for replica, differs_here in enumerate(differs) if differs_here]

@@ -212,12 +212,17 @@ def test_frozen_parameters_stay_as_they_are() -> None:
 
 
 def frozen_parts_of_another_seed(rank: int, size: int) -> list[Any]:
+    """The weights of all layers, first as built, and then after other weights have been loaded into them."""
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(5, 5), nn.Linear(5, 1)).to(memory_format=torch.channels_last)
     model[1].bfloat16()
     model[:2].requires_grad_(False)
-    ZeroOneAdam(model.named_parameters(), SCHEDULE)
-    return [parameter.detach().float().numpy() for parameter in model.parameters()]
+    optimizer = ZeroOneAdam(model.named_parameters(), SCHEDULE)
+    built = [parameter.detach().float().numpy().copy() for parameter in model.parameters()]
+    if rank == 0:
+        model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    optimizer.reload_weights()
+    return built + [parameter.detach().float().numpy() for parameter in model.parameters()]
 
 
 def test_frozen_parameters_are_those_of_replica_0_too() -> None:
