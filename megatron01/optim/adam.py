@@ -17,16 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import ErrorPlace, Status
 from megatron01.comm.payload import digest
+from megatron01.comm.transport import TorchTransport
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError
+from megatron01.optim.flat_parameters import named_parameters
 from megatron01.optim.gradients import DeferredNorm, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.loss_scaler import LossScaler, OverflowGuard
 from megatron01.optim.report import DeferredReport, StepReport
 from megatron01.optim.safety import ranks_of, refuse_averaging, require_group
-from megatron01.optim.schedule import Schedule, TakesSchedule
-from megatron01.optim.settings import ModelShardRanks
+from megatron01.optim.schedule import Schedule, TakesSchedule, as_schedule, sample
+from megatron01.optim.settings import ModelShardRanks, check_group, require_same
 
 
 class ApexAdamW:
@@ -78,11 +80,14 @@ def _average_bucket(traffic, bucket):  # type: ignore[no-untyped-def]
 
 
 class Adam(TakesSchedule):
-    """Data-parallel Adam with decoupled weight decay and fp32 master weights.
+    """Data-parallel Adam with decoupled weight decay and fp32 master weights; no ``torch.optim.Optimizer``.
+
+    Gradients are averaged in the backward pass of the module that ``attach`` returns.
 
     Args:
-        groups: parameter groups of (name, parameter) pairs; a group may set ``weight_decay``.
-        schedule: learning rate by step.
+        params: parameters, (name, parameter) pairs, or parameter groups of either. A group may set ``weight_decay``
+            and ``lr_scale``, a positive factor on the schedule's learning rate.
+        schedule: learning rate by step; a number is constant.
         betas, eps, weight_decay: as in torch.optim.AdamW.
         process_group: the replicas; None is the default group, or a single replica without any.
         max_grad_norm: clip the mean gradient to this norm; None for no clipping.
@@ -93,13 +98,13 @@ class Adam(TakesSchedule):
         fused_adam: whose kernels compute the step.
 
     Raises:
-        UserError: if ``fused_adam`` asks for apex, which does not work here.
+        UserError: if a group's settings are out of range, or ``fused_adam`` asks for apex, which does not work here.
     """
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
-        schedule: Schedule,
+        params: Iterable[Any],
+        schedule: Schedule | float,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -112,7 +117,7 @@ class Adam(TakesSchedule):
         fused_adam: FusedKernels = "torch",
     ) -> None:
         require_group(process_group)
-        self._schedule = schedule
+        self._schedule = schedule = as_schedule(schedule)
         self._partial = partial
         self._process_group = process_group
         self._num_replicas = dist.get_world_size(process_group) if dist.is_initialized() else 1
@@ -123,16 +128,27 @@ class Adam(TakesSchedule):
         self.last_step: StepReport | None = None
         self._masters: dict[str, torch.nn.Parameter] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
-        master_groups = []
+        defaults = {"lr": schedule.peak_lr, "weight_decay": weight_decay, "lr_scale": 1.0}
+        groups = torch.optim.Optimizer(params, defaults).param_groups
+        master_groups: list[dict[str, Any]] = []
         for group in groups:
-            named = [(name, weight) for name, weight in group["params"] if weight.requires_grad]
-            for name, weight in named:
+            check_group(group, schedule.peak_lr)
+            master_groups.append({"params": [], **{key: group[key] for key in ("weight_decay", "lr_scale")}})
+        for parameter in named_parameters(groups):
+            name, weight = parameter.name, parameter.tensor
+            if name in self._weights:
+                raise UserError(f"two parameters are called {name}; give each a name of its own")
+            if weight.requires_grad:
                 self._weights[name] = weight
                 is_master = weight.dtype == torch.float32
                 self._masters[name] = weight if is_master else torch.nn.Parameter(weight.detach().float())
-            decay = group.get("weight_decay", weight_decay)
-            master_groups.append({"params": [self._masters[name] for name, _ in named], "weight_decay": decay})
+                master_groups[parameter.group]["params"].append(self._masters[name])
         own_groups = [group for group in master_groups if group["params"]]
+        self._agreement = (
+            [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in self._weights.items()],
+            [(len(group["params"]), float(group["weight_decay"]), float(group["lr_scale"])) for group in own_groups],
+            (sample(schedule), betas, eps, max_grad_norm, loss_scaler is None),
+        )
         settings: dict[str, Any] = {"lr": schedule.peak_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         self._adam = (
             ApexAdamW(own_groups, **settings)
@@ -152,10 +168,18 @@ class Adam(TakesSchedule):
             }
 
     def attach(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap the model so that its backward pass averages gradients bucket by bucket while it still runs."""
+        """The module to call in the forward pass, whose backward pass averages gradients while it still runs.
+
+        Collective; replica 0's weights are copied to all.
+
+        Raises:
+            UserError: if the replicas' parameters or arguments differ.
+        """
         if self._num_replicas == 1:
             return model
         refuse_averaging(model.modules(), self._weights.values(), ranks_of(self._process_group))
+        device = next(iter(self._weights.values())).device
+        require_same(self._agreement, device, TorchTransport(self._process_group))
         # Otherwise DDP rebuilds its buckets after the first step of every start. From three replicas on, the order of
         # additions in a ring depends on an element's place in its bucket, and a resumed run would differ in its last
         # bits. On a GPU that costs a collective and a host sync a step, and bits are only promised if asked for.
@@ -168,6 +192,10 @@ class Adam(TakesSchedule):
             find_unused_parameters=keeps_buckets,
         )
         self._module.register_comm_hook(self._traffic, _average_bucket)
+        for name, master in self._masters.items():
+            weight = self._weights[name].detach()
+            if weight.dtype != master.dtype and not torch.equal(master.to(weight.dtype), weight):
+                master.data.copy_(weight)  # it had those of this replica
         return self._module
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -184,13 +212,25 @@ class Adam(TakesSchedule):
         return loss if self._guard.loss_scaler is None else loss * self.loss_scale
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the averaged gradients; ``last_step`` reports it.
 
         Raises:
             TrainingDiverged: on every replica, after too many steps in a row without a finite gradient.
+            UserError: if the gradients were not averaged.
         """
-        assert closure is None, "closures are not supported"
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        is_averaged = self._num_replicas == 1 or self._traffic.rounds > 0
+        if not is_averaged and any(weight.grad is not None for weight in self._weights.values()):
+            raise UserError(
+                f"the gradients were not averaged over the {self._num_replicas} replicas: call the module that"
+                " optimizer.attach(model) returns in the forward pass, and leave no_sync() for the last backward pass"
+                " before step()",
+                scope="job",
+            )
         self._stop_if_given_up()  # after a step whose norm was deferred
         rate = self._schedule.lr(self.step_count)
         loss_scale = self.loss_scale
@@ -224,6 +264,7 @@ class Adam(TakesSchedule):
         self.step_count += 1
         if not self._runs_behind:
             self._stop_if_given_up()
+        return loss
 
     def _stop_if_given_up(self) -> None:
         if self._guard.status() is Status.GIVING_UP:
@@ -255,7 +296,7 @@ class Adam(TakesSchedule):
         if isinstance(multiplier, torch.Tensor) or multiplier != 1.0:
             torch._foreach_mul_([m.grad for m in self._masters.values() if m.grad is not None], multiplier)
         for group in self._adam.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_scale"]
         self._adam.step()
         if low_precision:
             torch._foreach_copy_([weight for weight, _ in low_precision], [master for _, master in low_precision])

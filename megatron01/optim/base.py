@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import numbers
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -82,11 +81,10 @@ from megatron01.optim.overlap import EarlyStart, Opened, Order
 from megatron01.optim.policies import StepPlan
 from megatron01.optim.report import DeferredReport, StepKind, StepReport
 from megatron01.optim.schedule import Schedule, TakesSchedule, as_schedule, sample
-from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, share_frozen
+from megatron01.optim.settings import CommonArguments, CommonSettings, check_agreement, check_group, share_frozen
 from megatron01.optim.zero import ShardedReplica
 
 _NUM_DELAY_SCALARS = 4
-_GROUP_KEYS = {"params", "param_names", "weight_decay", "lr_scale", "lr"}
 
 
 class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
@@ -307,21 +305,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._constructed:
             raise UserError("parameters cannot be added after construction: the flat buffers are laid out once")
-        unknown = set(param_group) - _GROUP_KEYS
-        if unknown:
-            raise UserError(
-                f"a parameter group sets {sorted(unknown)}; expected only weight_decay and lr_scale beside params"
-            )
-        if "lr" in param_group and param_group["lr"] != self.defaults["lr"]:
-            raise UserError(
-                "a parameter group sets lr; the schedule gives the learning rate: use lr_scale, a factor on it"
-            )
         super().add_param_group(param_group)
-        scale, decay = param_group["lr_scale"], param_group["weight_decay"]
-        if not isinstance(scale, numbers.Real) or not 0 < float(scale) < math.inf:
-            raise UserError(f"a parameter group has lr_scale {scale!r}; expected a positive factor")
-        if not isinstance(decay, numbers.Real) or not 0 <= float(decay) < math.inf:
-            raise UserError(f"a parameter group has weight_decay {decay!r}; expected a number of at least 0")
+        check_group(param_group, self.defaults["lr"])
 
     def show_learning_rates(self) -> np.ndarray:
         """Write the learning rates of the coming step into the parameter groups, as ``step`` does.

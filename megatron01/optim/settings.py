@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import numbers
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypedDict
@@ -179,6 +181,26 @@ class CommonSettings:
         )
 
 
+def check_group(group: Mapping[str, Any], lr: float) -> None:
+    """Check the settings of a parameter group; ``lr`` is the one that a group has which sets none.
+
+    Raises:
+        UserError: if it has other settings than ``weight_decay`` and ``lr_scale``, or one is out of its range.
+    """
+    unknown = set(group) - {"params", "param_names", "weight_decay", "lr_scale", "lr"}
+    if unknown:
+        raise UserError(
+            f"a parameter group sets {sorted(unknown)}; expected only weight_decay and lr_scale beside params"
+        )
+    if group["lr"] != lr:
+        raise UserError("a parameter group sets lr; the schedule gives the learning rate: use lr_scale, a factor on it")
+    scale, decay = group["lr_scale"], group["weight_decay"]
+    if not isinstance(scale, numbers.Real) or not 0 < float(scale) < math.inf:
+        raise UserError(f"a parameter group has lr_scale {scale!r}; expected a positive factor")
+    if not isinstance(decay, numbers.Real) or not 0 <= float(decay) < math.inf:
+        raise UserError(f"a parameter group has weight_decay {decay!r}; expected a number of at least 0")
+
+
 def check_agreement(
     layout: FlatParameters,
     frozen: Sequence[NamedParameter],
@@ -201,7 +223,16 @@ def check_agreement(
     ]
     groups = [(float(group["weight_decay"]), float(group["lr_scale"])) for group in param_groups]
     left_out = [(p.name, tuple(p.tensor.shape), str(p.tensor.dtype)) for p in frozen]
-    if different := _different((description, left_out, masked, groups, settings), layout.device, replicas):
+    require_same((description, left_out, masked, groups, settings), layout.device, replicas)
+
+
+def require_same(value: object, device: torch.device, replicas: Transport) -> None:
+    """Compare a hash of the ``repr`` of what describes parameters, their groups and settings over the replicas.
+
+    Raises:
+        UserError: on every replica, if they differ.
+    """
+    if different := _different(value, device, replicas):
         raise UserError(
             f"replicas {different} have other parameters (names, shapes, memory layout, order, groups), another "
             "schedule or other optimizer settings than 0; expected the same on all"

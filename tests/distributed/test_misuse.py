@@ -92,9 +92,8 @@ def test_a_model_that_is_sharded_over_processes_is_refused(wrap: str) -> None:
 
 
 def without_a_group(rank: int, size: int) -> list[str]:
-    kinds = (ZeroOneAdam, OneBitAdam, SGDM)
+    kinds = (ZeroOneAdam, OneBitAdam, SGDM, Adam)
     found = [error_of(lambda kind=kind: kind(new_model().parameters(), SCHEDULE)) for kind in kinds]
-    found.append(error_of(lambda: Adam([{"params": list(new_model().named_parameters())}], SCHEDULE)))
     ZeroOneAdam(new_model().parameters(), SCHEDULE, process_group=Topology.flat())  # where that is intended
     return found
 
@@ -136,6 +135,36 @@ def wrapped(rank: int, size: int, how: str) -> tuple[str, int]:
 def test_a_wrapped_model_is_refused(how: str) -> None:
     for message, sent in run_ranks(wrapped, 2, how):
         assert "DistributedDataParallel" in message and "keep_gradients_local" in message and sent == 0
+
+
+def plain_adam(rank: int, size: int, dtype: torch.dtype) -> tuple[list[str], list[float]]:
+    """What is told where gradients are not averaged, or learning rates differ; weights where all is well."""
+    told = []
+    for how in ("not attached", "unwrapped", "no_sync"):
+        model = new_model()
+        optimizer = Adam(model.named_parameters(), 0.01)
+        module = model if how == "not attached" else optimizer.attach(model)
+        with optimizer.no_sync():
+            backward(model if how == "unwrapped" else module, 0, rank)
+        told.append(error_of(optimizer.step))
+    told.append(error_of(Adam(model.named_parameters(), 0.01 * (1 + rank)).attach, model))
+    torch.manual_seed(rank)
+    layer = torch.nn.Linear(16, 1).to(dtype)
+    optimizer = Adam(layer.parameters(), 0.01)
+    module = optimizer.attach(layer)
+    for _ in range(3):
+        module(torch.full((1, 16), 1.0 + rank, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told, torch.nn.utils.parameters_to_vector(layer.parameters()).tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_of_plain_adam_do_not_train_apart(dtype: torch.dtype) -> None:
+    (told, weights), other = run_ranks(plain_adam, 2, dtype)
+    assert other == (told, weights)
+    assert all(text.startswith("the gradients were not averaged over the 2 replicas") for text in told[:3])
+    assert told[3].startswith("replicas [1] have other parameters") and "another schedule" in told[3]
 
 
 def bare(rank: int, size: int) -> tuple[str, int]:

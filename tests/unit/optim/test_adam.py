@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from megatron01.errors import UserError
 from megatron01.optim import LossScaler, TrainingDiverged
 from megatron01.optim.adam import Adam
 from megatron01.optim.schedule import as_schedule
@@ -88,3 +91,49 @@ def test_buckets_keep_their_places_where_bits_are_promised(
         adam._num_replicas = 3
         adam.attach(torch.nn.Linear(1, 1))
     assert wrap.call_args.kwargs["find_unused_parameters"] is keeps
+
+
+def test_it_takes_what_torchs_adamw_takes() -> None:
+    """Parameters with and without names or groups, a number as learning rate, and a closure."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(4, 3, generator=generator), torch.randn(3, generator=generator)]
+
+    def trained(make: Callable[[list[torch.nn.Parameter]], Any]) -> list[torch.Tensor]:
+        weights = [torch.nn.Parameter(weight.clone()) for weight in start]
+        optimizer = make(weights)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = weights[0].square().sum() + weights[1].square().sum()
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(5)]
+        assert losses[-1] < losses[0]
+        return [weight.detach() for weight in weights]
+
+    ways: list[Callable[[Any], Any]] = [
+        lambda weights: weights,
+        lambda weights: zip("ab", weights, strict=True),
+        lambda weights: [{"params": weights[:1]}, {"params": weights[1:]}],
+    ]
+    known = trained(lambda weights: torch.optim.AdamW(weights, lr=0.1, weight_decay=0.1, fused=True))
+    for way in ways:
+        ours = trained(lambda weights, way=way: Adam(way(weights), 0.1, weight_decay=0.1))  # type: ignore[misc]
+        assert all(map(torch.equal, ours, known))
+    known = trained(lambda w: torch.optim.AdamW([{"params": w[:1], "lr": 0.05}, {"params": w[1:]}], lr=0.1, fused=True))
+    ours = trained(lambda w: Adam([{"params": w[:1], "lr_scale": 0.5}, {"params": w[1:]}], 0.1, weight_decay=0.01))
+    assert all(map(torch.equal, ours, known))
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"), [({"betas": (0.5, 0.5)}, "sets .'betas'.; expected only"), ({"lr": 0.5}, "use lr_scale")]
+)
+def test_settings_of_groups_that_it_would_not_follow_are_refused(setting: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Adam([{"params": [torch.nn.Parameter(torch.ones(1))], **setting}], 0.1)
+
+
+def test_two_parameters_of_one_name_are_refused() -> None:
+    with pytest.raises(UserError, match="two parameters are called a"):
+        Adam([("a", torch.nn.Parameter(torch.ones(1))) for _ in range(2)], 0.1)
