@@ -52,6 +52,11 @@ class CompressedTrainerMixin:
         compressed_arguments: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if not (isinstance(compressed_optimizer, type) and issubclass(compressed_optimizer, FlatOptimizer)):
+            raise UserError(
+                f"compressed_optimizer is {compressed_optimizer!r}; expected a class such as megatron01.ZeroOneAdam,"
+                " any of megatron01.optim but Adam"
+            )
         self._compressed_class, self._compressed_arguments = compressed_optimizer, dict(compressed_arguments or {})
         self._num_training_steps: int | None = None
         self._built_optimizer = False

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron01.comm import ErrorPlace, Status
+from megatron01.comm import ErrorPlace, Status, Topology
 from megatron01.comm.payload import digest
 from megatron01.comm.transport import TorchTransport
 from megatron01.config import FusedKernels
@@ -117,6 +117,8 @@ class Adam(TakesSchedule):
         fused_adam: FusedKernels = "torch",
     ) -> None:
         require_group(process_group)
+        if isinstance(process_group, Topology):
+            raise UserError("process_group is a Topology; expected a ProcessGroup of torch.distributed with Adam")
         self._schedule = schedule = as_schedule(schedule)
         self._partial = partial
         self._process_group = process_group

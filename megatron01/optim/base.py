@@ -45,7 +45,7 @@ from megatron01.comm import (
 from megatron01.comm.payload import OwnedBlocks, digest
 from megatron01.comm.transport import Sent
 from megatron01.config.optimizer import default_bucket_elements
-from megatron01.errors import UserError
+from megatron01.errors import UserError, nearest
 from megatron01.optim import safety
 from megatron01.optim.exchanges import (
     CompressedAllReduce,
@@ -140,6 +140,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
     ) -> None:
+        known = CommonArguments.__annotations__
+        for name in common.keys() - known:
+            raise UserError(f"{type(self).__name__} has no argument {name!r}{nearest(name, known)}")
         settings = CommonSettings(**common)
         safety.require_group(settings.process_group)
         self._schedule = schedule = as_schedule(schedule)

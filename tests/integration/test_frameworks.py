@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron01 import LRSchedule, ZeroOneAdam
+from megatron01 import Adam, LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
 from megatron01.integrations import ShownSchedule, save_state
 from megatron01.integrations.common import find_optimizer, require_version
@@ -77,6 +77,17 @@ def test_an_optimizer_of_another_package_is_found_and_its_scheduler_is_none() ->
     assert find_optimizer(optimizer) is find_optimizer(LightningOptimizer(optimizer)) is optimizer
     assert find_optimizer(ShownSchedule(optimizer)) is None
     assert find_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
+
+
+@pytest.mark.parametrize("kind", [Adam, torch.optim.AdamW, "zero_one_adam"])
+def test_a_trainer_takes_a_class_that_compresses(kind: Any, tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from megatron01.integrations.transformers import CompressedTrainer
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(UserError, match=r"compressed_optimizer is .*expected a class such as megatron01\.ZeroOneAdam"):
+        CompressedTrainer(torch.nn.Linear(1, 1), arguments, compressed_optimizer=kind)
 
 
 def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:

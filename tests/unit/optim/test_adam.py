@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from megatron01.comm import Topology
 from megatron01.errors import UserError
 from megatron01.optim import LossScaler, TrainingDiverged
 from megatron01.optim.adam import Adam
@@ -137,3 +138,8 @@ def test_settings_of_groups_that_it_would_not_follow_are_refused(setting: dict[s
 def test_two_parameters_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="two parameters are called a"):
         Adam([("a", torch.nn.Parameter(torch.ones(1))) for _ in range(2)], 0.1)
+
+
+def test_it_is_told_that_a_topology_is_no_group() -> None:
+    with pytest.raises(UserError, match="is a Topology; expected a ProcessGroup"):
+        Adam([torch.nn.Parameter(torch.ones(1))], 0.1, process_group=Topology.flat())  # type: ignore[arg-type]

@@ -235,7 +235,10 @@ def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
         ({"variance_kappa": 0}, "variance_kappa is 0"),
         ({"max_sync_interval": 8.0}, "max_sync_interval is 8.0; expected an int"),
         ({"variance_freeze_step": 0}, "variance_freeze_step is 0"),
-        ({"loss_scaler": torch.amp.GradScaler("cpu")}, "loss_scaler is torch's GradScaler; expected megatron01.LossSc"),
+        ({"loss_scaler": torch.amp.GradScaler("cpu")}, "loss_scaler is of type GradScaler; expected megatron01.LossSc"),
+        ({"loss_scaler": True}, "loss_scaler is of type bool; expected megatron01.LossScaler, or None"),
+        ({"block_size": 1024.0}, "block_size is 1024.0; expected an int"),
+        ({"max_gradnorm": 1.0}, "ZeroOneAdam has no argument 'max_gradnorm'; did you mean 'max_grad_norm'"),
         ({"process_group": "world"}, "process_group is of type str; expected a ProcessGroup"),
     ],
 )
