@@ -136,7 +136,10 @@ class VariancePolicy:
 
 
 def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) -> IntervalFunction:
-    """1 in the warm-up, then ``shortest`` times the largest power of two not above peak / lr(t), cut to a maximum."""
+    """1 in the warm-up, then ``shortest`` times the largest power of two not above peak / lr(t), cut to a maximum.
+
+    Where lr(t) is above the peak, or NaN (which ``show_learning_rates`` refuses), the shortest.
+    """
     peak = schedule.peak_lr
 
     def interval(step: int) -> int:
@@ -145,7 +148,7 @@ def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) 
         rate = schedule.lr(step)
         if rate * max_interval <= peak:
             return max_interval
-        return min(max_interval, shortest << int(math.log2(peak / rate)))
+        return min(max_interval, shortest << int(math.log2(max(1.0, peak / rate))))
 
     return interval
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -94,6 +96,11 @@ def test_asking_in_any_order_gives_the_same_steps() -> None:
     schedule = LRSchedule(style="cosine", peak_lr=1.0, warmup_steps=5, total_steps=200)
     forward, backward = (build_sync_policy("schedule", schedule, 16) for _ in range(2))
     assert [forward.synchronizes(t) for t in range(200)] == [backward.synchronizes(t) for t in range(199, -1, -1)][::-1]
+
+
+def test_a_rate_above_the_peak_asks_for_the_shortest_interval() -> None:
+    schedule: Any = SimpleNamespace(peak_lr=0.1, warmup_steps=0, total_steps=None, lr=lambda step: 0.5)
+    assert build_sync_policy("schedule:2", schedule, 16).interval(7) == 2
 
 
 def test_explicit_policies() -> None:

@@ -176,10 +176,11 @@ class Falling:
         return self.peak_lr if step < 3 else self.after
 
 
+@pytest.mark.parametrize("policy", ["every", "schedule:2"])
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -0.1])
-def test_rates_of_a_schedule_of_ones_own_that_are_out_of_range_are_refused(rate: float) -> None:
+def test_rates_of_a_schedule_of_ones_own_that_are_out_of_range_are_refused(rate: float, policy: str) -> None:
     layer = nn.Linear(4, 4)
-    optimizer = ZeroOneAdam(layer.parameters(), Falling(rate), sync_policy="every")
+    optimizer = ZeroOneAdam(layer.parameters(), Falling(rate), sync_policy=policy, variance_freeze_step=2)
     for _ in range(3):
         one_step(layer, optimizer)
     with pytest.raises(UserError, match=f"learning rate of step 3 is {rate}; expected a finite number"):
