@@ -15,6 +15,8 @@ from megatron01.comm.transport import Transport, Work
 from megatron01.parallel.mpi import FINALIZING
 
 _SECONDS_BETWEEN_CALLS = 1e-4
+_LARGEST_BROADCAST = 1 << 30
+"""Bytes of one call: MPI libraries count in 32 bits."""
 
 
 class MPITransport(Transport):
@@ -55,7 +57,8 @@ class MPITransport(Transport):
         if self.size == 1:
             return
         buffer = tensor if self._is_direct(tensor) else tensor.cpu()
-        self._communicator.Bcast(self._message(buffer), root=0)
+        for part in buffer.view(-1).view(torch.uint8).split(_LARGEST_BROADCAST):
+            self._communicator.Bcast(self._message(part), root=0)
         if buffer is not tensor:
             tensor.copy_(buffer)
 

@@ -42,6 +42,13 @@ def collectives(topology: Topology) -> dict[str, Any]:
     }
 
 
+def large_broadcast(topology: Topology) -> list[int]:
+    """Of more bytes than an int counts, as the weights of GPT-2 762M in fp32 are."""
+    values = torch.full(((1 << 31) + 4096,), topology.world.rank + 5, dtype=torch.uint8)
+    topology.world.broadcast(values)
+    return [int(bound) for bound in values.aminmax()]
+
+
 def miscounted(topology: Topology) -> str:
     environment = LaunchEnvironment.read(os.environ)
     with pytest.raises(UserError) as caught:
@@ -138,6 +145,11 @@ def test_several_collectives_may_be_under_way(size: int) -> None:
         assert output["scattered"] == [[10 * peer + number for peer in range(size)] for number in range(3)]
         assert output["gathered"] == [10 * peer for peer in range(size)]
         assert output["bytes"] == (3 + 1) * (size - 1) * 100_000 and output["first"] == [5.0] * 3
+
+
+@pytest.mark.slow
+def test_weights_of_more_than_2_gib_are_broadcast() -> None:
+    assert over_mpi({"large": Case(large_broadcast, 2)}) == {"large": [[5, 5]] * 2}
 
 
 def assert_equal(got: Any, want: Any, where: str) -> None:
