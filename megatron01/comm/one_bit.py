@@ -51,7 +51,6 @@ from megatron01.comm.payload import (
     random_key,
     row_range,
     seal,
-    square,
 )
 from megatron01.comm.transport import Done, Topology, Transport, Work, read_checked, read_headers
 
@@ -148,7 +147,7 @@ class OneBitAllReduce(Exchange):
         self._agree = agree
         self._key = 0
         self._watch = False
-        self._quantized: list[float] = []
+        self._quantized: list[torch.Tensor] = []  # of each bucket, of a watched exchange
         self._sent: list[int] = []  # buckets sent inside the node, in that order
         self.buckets = layout.buckets(bucket_elements, self._servers.size * self._num_local)
         # all rows of equally large buckets, to be checked at once: from the servers, and from the node's processes
@@ -374,15 +373,13 @@ class OneBitAllReduce(Exchange):
         self._server_error.zero_()
 
     def compression(self) -> list[CompressionNorms]:
-        """Norms of the last exchange's quantization error on the way to the servers, by bucket."""
-        return [
-            CompressionNorms(
-                quantized=quantized,
-                residual=square(self._worker_error[payload.place]),
-                result=packed_square(payload.result, last - first) / self._num_local,
-            )
-            for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True)
-        ]
+        """Norms of the last exchange's quantization error on the way to the servers, by bucket. One host sync."""
+        norms = []
+        for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True):
+            residual = torch.linalg.vector_norm(self._worker_error[payload.place], dtype=torch.float32).double()
+            result = packed_square(payload.result, last - first) / self._num_local
+            norms.append(torch.stack([quantized, residual.square(), result]))
+        return [CompressionNorms(*row) for row in torch.stack(norms).tolist()]
 
     def _elements(self, buffer: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:
         """The elements of these blocks."""

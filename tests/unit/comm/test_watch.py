@@ -20,4 +20,4 @@ def test_the_quantized_square_is_what_decoding_gives_also_of_no_blocks_at_all(nu
     decoded = torch.empty(96)
     codec.decode(0, 3, packed, decoded)
     expected = float(decoded[: num_blocks * BLOCK].double().square().sum())
-    assert packed_square(packed, num_blocks) == pytest.approx(expected)
+    assert float(packed_square(packed, num_blocks)) == pytest.approx(expected)

@@ -59,6 +59,7 @@ def count_steps(
     wire: str = "auto",
     last: str = "one_bit",
     replica: str = "process",
+    watch_interval: int = 0,
 ) -> tuple[dict[str, int], dict[str, Any]]:
     """The buckets, and the counts, of the last step of each kind, up to the kind ``last``."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
@@ -68,7 +69,7 @@ def count_steps(
     from workload import Workload
 
     workload = Workload(model="gpt2", size="345m", precision="bf16", steps=1)
-    config = workload.config(block_size=BLOCK, watch_interval=0, gradient_wire_dtype=wire)
+    config = workload.config(block_size=BLOCK, watch_interval=watch_interval, gradient_wire_dtype=wire)
     model = GPT2(dataclasses.replace(config.model, hidden_size=64, max_position_embeddings=64), 500)
     model.to(torch.bfloat16)
     workload.set_random_gradients(model, 1.0)
@@ -128,6 +129,11 @@ def test_nodes_that_are_replicas_ask_the_same_however_many_they_are(
         counts = found[kind]
         of_buckets = of_gradients * buckets["full"] + of_steps * buckets["one_bit"]
         assert counts.launches <= of_buckets + beside and counts.host_reads <= host_reads, (kind, counts)
+
+
+def test_measuring_the_quantization_error_takes_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, found = count_steps(monkeypatch, 2, 8, watch_interval=1)
+    assert found["one_bit"].host_reads <= OF_PROCESSES["one_bit"][2] + 1, found["one_bit"]
 
 
 def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
