@@ -546,8 +546,8 @@ class FrozenElements:
         views = [view for _, view in self._layout.named_views(x)]
         for index, off in self._off.items():
             weights = self._layout.parameters[index].tensor.detach()
-            views[index][off] = self._values[index]
-            weights[off] = self._values[index].to(weights.dtype)
+            for tensor in (views[index], weights):  # no indexing by masks, which is a host sync
+                tensor.masked_scatter_(off, self._values[index].to(tensor.dtype))
 
 
 def parameter_masks(layout: FlatParameters, masks: Mapping[str, Tensor]) -> dict[int, Tensor]:

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, Literal, Unpack
 
 import numpy as np
+import torch
 
 from megatron01.comm.kernels.specification import block_sums
 from megatron01.errors import UserError, require_integer
@@ -129,7 +130,7 @@ class OneBitAdam(FlatOptimizer):
     def _sum_of_second_moment(self) -> float:
         """Sum of v: exact but for sums of blocks, whose order is fixed, so that all ranks decide the same."""
         blocks = self._local.v.view(-1, self._flat.blocks.block_size).split(_BLOCKS)
-        totals = [total for part in blocks for total in block_sums(part).tolist()]
+        totals = torch.cat([*map(block_sums, blocks)]).tolist()  # one host sync
         if self._partial is None:
             return math.fsum(totals)
         return self._partial.sums(math.fsum(np.array(totals)[self._gradients.counted]))[0]

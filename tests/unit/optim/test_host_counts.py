@@ -136,6 +136,17 @@ def test_measuring_the_quantization_error_takes_one_read(monkeypatch: pytest.Mon
     assert found["one_bit"].host_reads <= OF_PROCESSES["one_bit"][2] + 1, found["one_bit"]
 
 
+def test_masked_elements_are_written_back_without_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from counting import counted
+
+    mask = torch.tensor([True, False] * 32)
+    optimizer: Any = ZeroOneAdam([("weight", torch.nn.Parameter(torch.ones(64)))], 0.1, masks={"weight": mask})
+    with counted(optimizer) as counts:
+        optimizer._frozen_elements.restore(optimizer._local.x)
+    assert counts.host_reads == 0 and counts.operations > 0
+
+
 def test_reads_and_operations_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from counting import counted
