@@ -337,12 +337,8 @@ class ScatteredMean(DenseAllReduce):
     ) -> None:
         super().__init__(layout, transport, wire_dtype, bucket_elements=bucket_elements, backend=backend)
         ranges = (row_range(first, last, transport.rank, transport.size) for first, last in self.buckets)
-        self.owned = OwnedBlocks(
-            transport.rank,
-            transport.size,
-            layout.num_blocks,
-            tuple((first, last) for first, last in ranges if last > first),
-        )
+        owned = tuple((first, last) for first, last in ranges if last > first)
+        self.owned = OwnedBlocks(transport.rank, transport.size, owned)
         self._gathers = False
 
     @property

@@ -285,11 +285,6 @@ class ErrorPlace:
     ranges: list[tuple[int, int]]
     share: int
 
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the error buffer."""
-        return sum(last - first for first, last in self.ranges)
-
     def add(self, error: torch.Tensor, value: torch.Tensor, block_size: int, *, factor: float = 1.0) -> None:
         """value += factor * share * error, at the error's place; ``value`` ([elements]) is the whole flat buffer."""
         for part, whole in self._parts(error, value, block_size):
@@ -309,6 +304,19 @@ class ErrorPlace:
             yield part, value[first * block_size : last * block_size]
 
 
+def runs_in_whole(ranges: Sequence[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """The blocks [first, last) of a buffer that consists of ``ranges`` of blocks of a whole one, as consecutive runs.
+
+    Yields of each run its first block in the buffer, and its first and last + 1 block in the whole one.
+    """
+    place = 0
+    for start, end in ranges:
+        low, high = max(first, place), min(last, place + end - start)
+        if low < high:
+            yield low, start + low - place, start + high - place
+        place += end - start
+
+
 @dataclass(frozen=True)
 class OwnedBlocks:
     """The blocks that one of ``of`` processes owns; every block has one owner.
@@ -316,60 +324,21 @@ class OwnedBlocks:
     Attributes:
         number: rank of this process among them.
         of: number of processes.
-        total: blocks of the whole buffer.
         ranges: (first, last + 1) blocks of the whole buffer, ascending and not empty, in the order in which they lie in
             the process's own buffers.
     """
 
     number: int
     of: int
-    total: int
     ranges: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def whole(cls, total: int) -> OwnedBlocks:
-        """All blocks, owned by one process."""
-        return cls(0, 1, total, ((0, total),))
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the process's own buffers."""
-        return sum(last - first for first, last in self.ranges)
-
-    def common(self, other: OwnedBlocks) -> Iterator[tuple[int, int, int]]:
-        """Runs of blocks that both own: first block in this one's buffers, in the other's, and number of blocks."""
-        mine, theirs = _placed(self.ranges), _placed(other.ranges)
-        a, b = next(mine, None), next(theirs, None)
-        while a is not None and b is not None:
-            (first, last, place), (start, end, its_place) = a, b
-            low, high = max(first, start), min(last, end)
-            if high > low:
-                yield place + low - first, its_place + low - start, high - low
-            if last <= end:
-                a = next(mine, None)
-            else:
-                b = next(theirs, None)
 
     def in_whole(self, place: ErrorPlace) -> ErrorPlace:
         """Translate a place in the process's own buffers to one in the whole buffer.
 
         The mean is then over all processes, of which one in ``of`` owns a block.
         """
-        found = []
-        for first, last in place.ranges:
-            for start, end, own in _placed(self.ranges):
-                low, high = max(first, own), min(last, own + end - start)
-                if high > low:
-                    found.append((start + low - own, start + high - own))
+        found = [run[1:] for blocks in place.ranges for run in runs_in_whole(self.ranges, *blocks)]
         return ErrorPlace(found, place.share * self.of)
-
-
-def _placed(ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
-    """Each range, and the place of its first block in the process's own buffers."""
-    place = 0
-    for first, last in ranges:
-        yield first, last, place
-        place += last - first
 
 
 _CHUNK_BYTES = 1 << 20

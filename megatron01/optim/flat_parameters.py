@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels.specification import pack_mask
-from megatron01.comm.payload import WORD
+from megatron01.comm.payload import WORD, runs_in_whole
 from megatron01.errors import UserError, nearest
 
 VERSION: Callable[[Tensor], int] = attrgetter("_version")
@@ -107,7 +107,6 @@ class FlatParameters:
     Attributes:
         parameters: in the order of the buffers.
         tensors: of these parameters, in the same order.
-        whole: the ``FlatParameters`` of all blocks; itself, if this is no shard.
         ranges: [first, last) blocks of the whole that this one has, ascending.
         blocks: layout of these blocks, and of state buffers for them.
         first_block: int64[parameters + 1], the block of the whole at which each parameter starts; the last entry is the
@@ -127,7 +126,6 @@ class FlatParameters:
         self.parameters = sorted(parameters, key=lambda p: (DTYPES.index(p.tensor.dtype), p.group))
         self.tensors = [p.tensor for p in self.parameters]
         self.device = self.tensors[0].device
-        self.whole = self
         sizes = np.array([tensor.numel() for tensor in self.tensors], dtype=np.int64)
         counts = -(-sizes // block_size)
         self.first_block = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -277,24 +275,17 @@ class FlatParameters:
             tensor = parameter.tensor
             yield parameter, flat.as_strided(tensor.size(), tensor.stride(), flat.storage_offset() + start)
 
-    def named_slices(
-        self, flat: Tensor, ranges: Sequence[tuple[int, int]] | None = None
-    ) -> Iterator[tuple[NamedParameter, int, Tensor]]:
-        """For a buffer of these blocks: parameter, its first element in the slice (in memory order), and the slice.
-
-        ``ranges``: the blocks of this layout that ``flat`` has one after the other, if not all.
-        """
-        size, place = self.blocks.block_size, 0
-        for low, high in [(0, self.blocks.num_blocks)] if ranges is None else ranges:
-            for own, start, end in self._in_whole(low, high):
-                for index in self.parameters_in((start, end)):
-                    a, b = max(start, int(self.first_block[index])), min(end, int(self.first_block[index + 1]))
-                    skipped = (a - int(self.first_block[index])) * size
-                    length = min((b - a) * size, self.parameters[index].tensor.numel() - skipped)
-                    if length > 0:
-                        at = (place + own - low + a - start) * size
-                        yield self.parameters[index], skipped, flat[at : at + length]
-            place += high - low
+    def named_slices(self, flat: Tensor) -> Iterator[tuple[NamedParameter, int, Tensor]]:
+        """For a buffer of these blocks: parameter, its first element in the slice (in memory order), and the slice."""
+        size = self.blocks.block_size
+        for own, start, end in runs_in_whole(self.ranges, 0, self.blocks.num_blocks):
+            for index in self.parameters_in((start, end)):
+                a, b = max(start, int(self.first_block[index])), min(end, int(self.first_block[index + 1]))
+                skipped = (a - int(self.first_block[index])) * size
+                length = min((b - a) * size, self.parameters[index].tensor.numel() - skipped)
+                if length > 0:
+                    at = (own + a - start) * size
+                    yield self.parameters[index], skipped, flat[at : at + length]
 
     def parameters_in(self, blocks: tuple[int, int]) -> range:
         """Numbers of the parameters in the blocks [first, last) of the whole."""
@@ -504,19 +495,10 @@ class FlatParameters:
                     gradient = parameter.tensor.grad
                     self._view(other).copy_(gradient) if gradient is not None else self._view(other).zero_()
 
-    def _in_whole(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
-        """Consecutive runs of the blocks [first, last): first block here, first and last + 1 block in the whole."""
-        place = 0
-        for start, end in self.ranges:
-            low, high = max(first, place), min(last, place + end - start)
-            if low < high:
-                yield low, start + low - place, start + high - place
-            place += end - start
-
     def _pieces(self, first: int, last: int) -> Iterator[tuple[_Buffers, slice]]:
         """The blocks [first, last): buffers, and a slice of their elements."""
         size = self.blocks.block_size
-        for _, start, end in self._in_whole(first, last):
+        for _, start, end in runs_in_whole(self.ranges, first, last):
             for buffers in self._buffers:
                 low, high = (max(buffers.first, min(block, buffers.last)) - buffers.first for block in (start, end))
                 if low < high:

@@ -40,6 +40,7 @@ from tests.unit.checkpoint.saved import save_tensors
 SHAPES = {"embedding": (37, 21), "norm": (70,), "matrix": (40, 23), "bias": (1,), "last": (300,), "unused": (50,)}
 STEPS, BLOCK = 13, 32
 LAYOUT = ShardLayout(SHAPES, {})
+NUM_BLOCKS = sum(-(-math.prod(shape) // BLOCK) for shape in SHAPES.values())
 BITS = {"sync_policy": "doubling:4,4", "max_sync_interval": 4, "lr_warmup_iters": 2}
 FAMILY: dict[str, dict[str, Any]] = {
     "zero_one_adam": BITS,
@@ -312,14 +313,14 @@ def metadata(run: Run, world_size: int) -> CheckpointMetadata:
 
 
 def owned_blocks(run: Run) -> OwnedBlocks:
-    return run.optimizer.owned or OwnedBlocks.whole(run.optimizer.replicated_state()["x"].numel() // BLOCK)
+    return run.optimizer.owned or OwnedBlocks(0, 1, ((0, NUM_BLOCKS),))
 
 
 def whole(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Flat buffers of all blocks, scaled so that their mean over processes is the mean over replicas."""
     owned, found = owned_blocks(run), {}
     for key in ("x", "v", "m", "u"):
-        found[key] = torch.zeros(owned.total, BLOCK)
+        found[key] = torch.zeros(NUM_BLOCKS, BLOCK)
         pieces = state[key].view(-1, BLOCK).split([last - first for first, last in owned.ranges])
         for (first, last), piece in zip(owned.ranges, pieces, strict=True):
             found[key][first:last] = piece * owned.of
@@ -327,7 +328,7 @@ def whole(run: Run, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def residual(run: Run) -> Tensor:
-    total = torch.zeros(owned_blocks(run).total * BLOCK)
+    total = torch.zeros(NUM_BLOCKS * BLOCK)
     add_errors(run.optimizer.error_places(), run.optimizer.replica_state(), total, BLOCK)
     return total
 
