@@ -1035,9 +1035,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if self._sharded is not None:
             raise UserError("a sharded optimizer has no portable_state_dict(); save a checkpoint of the whole run")
         replicated = {name: buffer.clone() for name, buffer in self.replicated_state().items()}
-        scalars = self.replica_state()["scalars"].to(self._flat.device)
-        average = {name: buffer.clone() for name, buffer in self.averaged_state().items()}
         own, errors = self.replica_state(), dict[str, Tensor]()
+        scalars = own["scalars"].to(self._flat.device)
+        average = {name: buffer.to(torch.float32, copy=True) for name, buffer in self._averaged_buffers().items()}
         for name, place in self.error_places().items():
             total = errors.setdefault(safety.error_key(name), self._flat.new_buffer())
             place.add(own[name].float(), total, self._flat.blocks.block_size)

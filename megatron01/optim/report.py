@@ -69,8 +69,7 @@ class StepReport:
 
     @property
     def kind(self) -> StepKind:
-        """The planned kind; or skipped, if this replica's gradient was not used because it, or another's, was not
-        finite."""
+        """The planned kind, or skipped if the gradient was not used, as this replica's or another's was not finite."""
         return self.planned_kind if not self.called_off and math.isfinite(self.grad_norm) else "skipped"
 
 

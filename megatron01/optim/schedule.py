@@ -1,4 +1,4 @@
-"""The learning rate of each step, and what replicas do at it (T_v and T_u): pure functions of the step.
+"""The learning rate of each step: a pure function of the step.
 
 A step is the number of optimizer steps taken before it: the first is 0. No state needs a checkpoint: a resumed run,
 another rank or a plotting tool gets the same answer for the same step. Names and formulas of the learning rate's styles

@@ -54,9 +54,9 @@ class Codec(RowKernels, Protocol):
     """The local phases of a compressed all-reduce.
 
     ``value``, ``error`` and active words belong to one flat buffer of whole blocks, whose blocks are counted from 0 (a
-    part of a larger buffer may be passed as views, and then counts as the buffer). ``value`` and ``error`` are both
-    fp32 or both bf16; arithmetic is fp32, and what is written as bf16 is rounded to nearest even. Elements that are not
-    active are 0 in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
+    part of a larger buffer may be passed as views, and then counts as the buffer). Each of ``value``, ``error`` and
+    ``new_error`` is fp32 or bf16; arithmetic is fp32, and what is written as bf16 is rounded to nearest even. Elements
+    that are not active are 0 in every output. ``key`` (0 <= key < 2^64) is only used by ``random``.
 
     Callers ensure that values are finite. One that is not makes the scale of its block NaN or infinite, and with it the
     block's errors and results on all replicas. With ``random``, which has no scales, a NaN is quantized as -1 and an
