@@ -78,7 +78,7 @@ class GradientMean:
         self._mean: Any = mean
         self._flat, self._kernels, self._guard = flat, kernels, guard
         self._order, self._counted = order, counted
-        self._looks, self._measures = guard.loss_scaler is not None, measures
+        self._checks, self._measures = guard.loss_scaler is not None, measures
         self._inverse_scale = 1.0
         self.buckets = mean.buckets
         self._own: dict[int, OwnGradient] = {}  # by bucket
@@ -100,26 +100,22 @@ class GradientMean:
 
     def send(self, bucket: int) -> None:
         """Send a bucket, whose gradients are in the flat buffer. The order is the same on all replicas."""
-        own = self._of_own(bucket)
-        self._mean.send(bucket, self._guard.status(own.status), own.square_sum)
-
-    def _of_own(self, bucket: int) -> OwnGradient:
-        """``OwnGradient`` of a bucket that is about to be sent."""
         if bucket not in self._own:
-            self._look(bucket, bucket + 1)
+            self._measure(bucket, bucket + 1)
+        own = self._own[bucket]
+        self._mean.send(bucket, self._guard.status(own.status), own.square_sum)
         self._sent.add(bucket)
-        return self._own[bucket]
 
-    def _look(self, first: int, last: int) -> None:
+    def _measure(self, first: int, last: int) -> None:
         """Compute ``OwnGradient`` of the buckets [first, last), all at once."""
         numbers = range(first, last)
         statuses: Sequence[Status | torch.Tensor] = [Status.OK for _ in numbers]
         squares: Sequence[torch.Tensor | float] = [0.0 for _ in numbers]
-        if self._looks or self._measures:
+        if self._checks or self._measures:
             start, end = self.buckets[first][0], self.buckets[last - 1][1]
             sums = square_sums(self._flat, self._kernels, start, end)  # fp32[blocks]
             of_buckets = self._by_bucket(sums)
-            if self._looks:
+            if self._checks:
                 statuses = overflow_status(of_buckets).unbind()
             if self._measures:
                 if self._counted is not None:
@@ -132,34 +128,31 @@ class GradientMean:
         length = self.buckets[0][1]  # of all but the last
         return F.pad(sums, (0, -sums.numel() % length)).view(-1, length).sum(1, dtype=torch.float64)
 
-    def _note_own(self, worst: Status) -> None:
-        """Set ``overflow_here`` and ``square_sum``: ``worst`` is the most severe status of all replicas."""
+    def finish(self, loss_scale: float) -> tuple[Status, float]:
+        """Send the remaining buckets, and wait for all.
+
+        Returns the most severe status of all replicas, and the inverse of the scale that the mean then has.
+        """
+        if not self.begun:
+            self.begin(loss_scale)
+        if not self._sent:
+            self._measure(0, len(self.buckets))
+        for bucket in self._order(self.buckets):
+            if bucket not in self._sent:
+                self.send(bucket)
+        worst, inverse_scale = self._complete()
+        self.begun = False
         # no host sync unless some replica has overflowed
         self.overflow_here = worst >= Status.OVERFLOW and any(float(own.status) > 0.0 for own in self._own.values())
         self.square_sum = self._mean.square_sum
         self._own.clear()
         self._sent.clear()
-
-    def _send_rest(self, loss_scale: float) -> None:
-        """Send the remaining buckets."""
-        if not self.begun:
-            self.begin(loss_scale)
-        if not self._sent:
-            self._look(0, len(self.buckets))
-        for bucket in self._order(self.buckets):
-            if bucket not in self._sent:
-                self.send(bucket)
-
-    def finish(self, loss_scale: float) -> tuple[Status, float]:
-        """Send the remaining buckets, and wait for all.
-
-        Returns the most severe status of all replicas, and the inverse of the scale that the gradients then have.
-        """
-        self._send_rest(loss_scale)
-        worst, inverse_scale = self._mean.finish()
-        self.begun = False
-        self._note_own(worst)
         return worst, inverse_scale
+
+    def _complete(self) -> tuple[Status, float]:
+        """Wait for all buckets; returns what ``finish`` does."""
+        result: tuple[Status, float] = self._mean.finish()
+        return result
 
 
 class QuantizedGradientMean(GradientMean):
@@ -184,7 +177,7 @@ class QuantizedGradientMean(GradientMean):
         counted: torch.Tensor | None,
     ) -> None:
         super().__init__(exchange, local.flat, local.kernels, guard, order=order, counted=counted, measures=True)
-        self._looks = True
+        self._checks = True
         self.exchange, self._local = exchange, local
         self._uses_u = False
         self._value = torch.empty(0)
@@ -209,24 +202,17 @@ class QuantizedGradientMean(GradientMean):
                 if self._inverse_scale != 1.0:
                     self._value[first * size : last * size].mul_(self._inverse_scale)
                 self.exchange.compress(bucket, first, last, self._value)
-        own = self._of_own(bucket)
-        self.exchange.send(bucket, self._guard.status(own.status), own.square_sum)
+        super().send(bucket)
 
-    def finish(self, loss_scale: float) -> tuple[Status, float]:
-        """Send the remaining buckets, and wait for all.
-
-        Returns the most severe status of all replicas, and the inverse of the scale of ``packed``, which is 1.
-        """
-        self._send_rest(loss_scale)
+    def _complete(self) -> tuple[Status, float]:
         worst = self.exchange.reduce(stop_on_overflow=True)
-        self._note_own(worst)
         self.packed = None
         if worst < Status.OVERFLOW:
             results, replaced = self.exchange.receive(self._value)
             self.packed = [PackedBlocks(one, *blocks) for one, blocks in zip(results, self.buckets, strict=True)]
             if self._uses_u:
                 self._local.u = replaced
-        self._value, self.begun = torch.empty(0), False
+        self._value = torch.empty(0)
         return worst, 1.0
 
     def state(self) -> dict[str, torch.Tensor]:
