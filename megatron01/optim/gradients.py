@@ -29,13 +29,6 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return max_norm / (norm + _SMALL)
 
 
-def clip_coefficients(norms: torch.Tensor, max_norm: float | None) -> torch.Tensor:
-    """``clip_coefficient`` of fp64 norms (any shape) on their device, bit-identical."""
-    if max_norm is None:
-        return torch.ones_like(norms)
-    return torch.where(norms <= max_norm, 1.0, max_norm / (norms + _SMALL))
-
-
 def add_up(square_sums: torch.Tensor) -> torch.Tensor:
     """fp64[]: the sum, on the device of ``square_sums`` (fp32 or fp64 [blocks]).
 
@@ -67,7 +60,9 @@ class DeferredNorm:
 
     def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None, ratio: float = 1.0) -> None:
         norm = scaled * inverse_scale * ratio
-        multiplier = inverse_scale * clip_coefficients(norm, max_norm)
+        multiplier = torch.full_like(norm, inverse_scale)
+        if max_norm is not None:  # the same bits as ``clip_coefficient``
+            multiplier *= torch.where(norm <= max_norm, 1.0, max_norm / (norm + _SMALL))
         self.multiplier = (multiplier + norm * 0.0).float()  # 0 * inf and 0 * NaN are NaN
         self._norm = norm
         self._event: torch.cuda.Event | None = None
