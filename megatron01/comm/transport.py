@@ -71,13 +71,14 @@ class Transport(ABC):
     Attributes:
         bytes_sent: bytes that this replica has sent to other replicas, without the row to itself.
         rounds: exchanges (two collectives) made, as counted by the callers.
-        verdicts: results of ``check``, int32[rows] each, in the order of the senders: not 0 for a damaged row.
+        unread_checks: results of ``check`` that ``read_checked`` has not read, int32[rows] each, in the order of the
+            senders: not 0 for a damaged row.
     """
 
     def __init__(self, rank: int, size: int, *, checks: bool = False) -> None:
         self.rank, self.size = rank, size
         self.bytes_sent = self.rounds = 0
-        self.verdicts: list[torch.Tensor] = []
+        self.unread_checks: list[torch.Tensor] = []
         self._checks = checks and size > 1
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
@@ -113,7 +114,7 @@ class Transport(ABC):
         ``found``.
         """
         if self._checks:
-            self.verdicts.append(damages(rows) if found is None else found)
+            self.unread_checks.append(damages(rows) if found is None else found)
 
     @abstractmethod
     def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
@@ -136,8 +137,8 @@ def read_checked(values: Sequence[torch.Tensor], *transports: Transport) -> list
     """
     arrived: list[tuple[Transport, torch.Tensor]] = []
     for transport in transports:
-        arrived += zip(repeat(transport), transport.verdicts)
-        transport.verdicts.clear()
+        arrived += zip(repeat(transport), transport.unread_checks)
+        transport.unread_checks.clear()
     # as words: tensors of one type are joined by one launch
     parts = [*map(methodcaller("view", torch.int32), chain(values, map(itemgetter(1), arrived)))]
     words = np.array(torch.cat(parts).tolist() if parts else [], np.int32)
@@ -146,8 +147,8 @@ def read_checked(values: Sequence[torch.Tensor], *transports: Transport) -> list
     for value in values:
         start, end = end, end + value.nbytes // 4
         numbers += words[start:end].view(np.float64 if value.dtype is torch.float64 else np.float32).tolist()
-    for transport, verdict in arrived:
-        start, end = end, end + verdict.numel()
+    for transport, found in arrived:
+        start, end = end, end + found.numel()
         if words[start:end].any():
             broken = sorted({int(row) % transport.size for row in words[start:end].nonzero()[0]})
             raise DamagedPayload(
@@ -330,5 +331,5 @@ class Topology:
         copies = {name: copy.copy(getattr(self, name)) for name in ("world", "local", "across")}
         for transport in filter(None, copies.values()):
             transport.bytes_sent = transport.rounds = 0
-            transport.verdicts = []
+            transport.unread_checks = []
         return replace(self, **copies)

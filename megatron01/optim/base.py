@@ -1125,7 +1125,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if frozen == before and not anew:
             return
         for index in frozen - before:
-            self._local.forget(index)
+            self._local.zero_momentum(index)
         self._local.frozen = frozen
         self._candidates.copy_(active_candidates(self._flat, self._masks, frozen))
         if self._exchange is not None:

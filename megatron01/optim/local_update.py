@@ -390,7 +390,7 @@ class LocalUpdate:
         total, decay = [*islice(scalars, num_groups), 0.0], [*islice(scalars, num_groups), 1.0]
         self.since_sync = SinceSynchronization(np.array(total), np.array(decay), steps, agrees)
 
-    def forget(self, parameter: int) -> None:
+    def zero_momentum(self, parameter: int) -> None:
         """Set m and u of a parameter to 0."""
         for buffer in (self.m, self.u):
             for other, _, part in self.flat.named_slices(buffer):

@@ -178,11 +178,11 @@ def _split_levels(total, scale, bits, active, codes, residual, scratch):
         low, high = wide[:middle], wide[middle:]
         for i in range(middle):
             codes[i] = np.uint8(_u32(low[i] | _u32(high[i] << _u32(4))))
-    _silence(active, residual)
+    _zero_inactive(active, residual)
 
 
 @compiled(nogil=True, error_model="numpy")
-def _silence(active, values):
+def _zero_inactive(active, values):
     """``values`` <- 0 where not active."""
     for w in range(active.size):
         mask = active[w]
@@ -357,7 +357,7 @@ def decode(first, last, start, out, rows, active, row_blocks, codes_at, first_bl
         codes = rows[row, codes_at + index * words : codes_at + (index + 1) * words]
         if bits > 1:
             _decode_levels(codes.view(np.uint8), scale, bits, values)
-            _silence(active[block * masks : (block + 1) * masks], values)
+            _zero_inactive(active[block * masks : (block + 1) * masks], values)
         else:
             for w in range(words):
                 word, mask = codes[w], active[block * masks + w]

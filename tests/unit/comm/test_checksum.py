@@ -99,7 +99,7 @@ def test_a_transport_that_damages_is_found_out(damage):
                 read_checked([values], transport)
         else:
             assert read_checked([values], transport) == [0.5, 7.0]
-    assert (transport.bytes_sent, transport.rounds) == (128, 0) and not transport.verdicts
+    assert (transport.bytes_sent, transport.rounds) == (128, 0) and not transport.unread_checks
 
 
 def test_one_read_tells_the_damage_of_all_rows_that_were_checked():

@@ -73,6 +73,6 @@ def test_contexts_in_which_nothing_is_sent_may_be_nested() -> None:
 def test_state_is_read_once_the_checks_of_buckets_sent_early_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = ZeroOneAdam([nn.Parameter(torch.ones(32))], 0.1)
     found = torch.ones(1, dtype=torch.int32)  # which the stream of their exchange has yet to set to 0
-    optimizer._topology.world.verdicts.append(found)
+    optimizer._topology.world.unread_checks.append(found)
     monkeypatch.setattr(optimizer._early, "join", found.zero_)
     optimizer.master_parameters()
