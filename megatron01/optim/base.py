@@ -686,12 +686,15 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         """Loss scale of the current gradients: of ``loss_scaler``, or of torch's ``GradScaler`` if it called."""
         if not hasattr(self, "found_inf"):
             scaler = self._guard.loss_scaler
-            if scaler is not None and not scaler.was_read:
+            if scaler is None or scaler.was_read:
+                return self._guard.loss_scale
+            unread = scaler.state()[0]
+            if self._whole.has_gradients:  # a replica that leaves out its first batch has none
                 raise UserError(
-                    f"loss_scaler is given, but its scale of {scaler.state()[0]:g}, by which gradients are divided, was"
-                    " never read: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
+                    f"loss_scaler is given, but its scale of {unread:g}, by which gradients are divided, was never"
+                    " read: call optimizer.scale_loss(loss).backward(), or leave loss_scaler out"
                 )
-            return self._guard.loss_scale
+            return unread
         if self._guard.loss_scaler is not None or self._early.is_attached:
             raise UserError(
                 "torch.amp.GradScaler cannot be used with loss_scaler, nor after attach() with overlap; leave the"

@@ -399,6 +399,11 @@ class FlatParameters:
         for buffers in self._buffers:
             buffers.gradient_dtype = torch.float32
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if a parameter has a ``grad`` or ``main_grad``."""
+        return any(t.grad is not None or getattr(t, "main_grad", None) is not None for t in self.tensors)
+
     def gather_gradients(
         self, blocks: tuple[int, int] | None = None, *, parameters: Sequence[int] | None = None
     ) -> None:

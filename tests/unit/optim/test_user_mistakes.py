@@ -324,6 +324,8 @@ def test_a_loss_scaler_that_nobody_asks_is_not_ignored_in_silence() -> None:
     """Gradients would be divided by a loss scale that the loss was never multiplied by."""
     parameter = nn.Parameter(torch.ones(5))
     optimizer = ZeroOneAdam([parameter], 0.1, loss_scaler=LossScaler(initial=64.0))
+    optimizer.step()  # a replica that leaves out its first batch must come to the step, and has no loss to multiply
+    assert optimizer.last_step.loss_scale == 64.0 and parameter.eq(1.0).all()
     parameter.square().sum().backward()
     for _ in range(2):
         with pytest.raises(UserError, match=r"scale of 64, .*scale_loss"):
