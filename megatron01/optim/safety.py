@@ -361,9 +361,8 @@ class TrafficWatch:
             return
         self._next_check *= 10
         adam = self._adam_bytes * self._steps
-        if (
-            self._logs and self._sent > 1.01 * adam > 0.0
-        ):  # 1 %: the headers of rows, which do not count in ``adam_bytes``
+        # 1 %: the headers of rows, which do not count in ``adam_bytes``
+        if self._logs and self._sent > 1.01 * adam > 0.0:
             logger.warning(
                 "in %d steps each replica has sent %.4g MB, %.3g times the %.4g MB of Adam with the same type of"
                 " gradients: %s",
