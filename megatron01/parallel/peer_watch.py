@@ -2,7 +2,7 @@
 
 A gloo collective fails when a peer it talks to is gone, but in a ring that is only the neighbor, and others wait for
 ranks that wait themselves. An NCCL collective waits in a kernel, and the host in the driver, where no exception reaches
-it. So a thread of each rank exchanges three numbers with all others once a second, over a gloo group of its own, and
+it. So a thread of each rank exchanges four numbers with all others once a second, over a gloo group of its own, and
 ends the process if the main thread does not.
 """
 
@@ -32,6 +32,8 @@ from megatron01.parallel.program import report
 SECONDS_BETWEEN_ROUNDS = 1.0
 LOST_RANK_SECONDS = 5.0
 """After the last answer until ranks that have not answered are lost."""
+_LONG = 0.8
+"""Share of the time-out after which the ranks that others wait for count as hung, if a collective then fails."""
 _GRACE = 2.0
 """Seconds for the main thread to end by itself, as it does in a gloo collective, once a rank is known to be lost."""
 
@@ -64,6 +66,8 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
                 reason = lost_replica(failure) or str(failure)
             else:
                 counts, seconds, leaving, failed = received.T.tolist()
+                if max(seconds) > _LONG * timeout.total_seconds():
+                    roll_call.hung = behind(counts)
                 reason = f"{format_places([failed.index(True)], group.hosts)} failed" if any(failed) else ""
             if is_last or (not reason and any(leaving)):
                 return
@@ -72,7 +76,7 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
                     f"lost another replica, and collectives wait for it; its own output says why ({reason})"
                 )
                 error = roll_call.name_lost_ranks(error)
-            else:
+            elif waits_without_end(dist.get_backend()):  # others fail by themselves
                 error = hung(group, timeout, counts, max(seconds))
         if not is_ending.wait(_GRACE):
             report(error)
@@ -93,6 +97,11 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
     thread.join()
 
 
+def waits_without_end(backend: str) -> bool:
+    """True if the backend's collectives hang instead of failing when a peer is lost."""
+    return backend == "nccl"
+
+
 def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], seconds: float) -> LostReplica | None:
     """Error if a rank has waited longer than the time-out for ranks that answer but hang; the same on all ranks.
 
@@ -102,15 +111,14 @@ def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], 
     """
     if seconds <= timeout.total_seconds():
         return None
-    behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
+    slowest = behind(counts)
     minutes = f"{timeout.total_seconds() / 60:g} minutes"
-    if not behind:
+    if not slowest:
         return LostReplica(
             f"no replica has gone on for {minutes}, although all answer: see what NCCL says with"
             " NCCL_DEBUG=INFO, or raise --distributed-timeout-minutes",
             scope="job",
         )
-    slowest = [rank for rank in behind if counts[rank] == min(counts)]
     return LostReplica(
         f"lost another replica: others have waited {minutes} for {format_places(slowest, group.hosts)}, which answers"
         " but does not go on",
@@ -118,13 +126,23 @@ def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], 
     )
 
 
+def behind(counts: list[float]) -> list[int]:
+    """The ranks with the lowest count of ``Progress``; none if all are equal."""
+    return [rank for rank, count in enumerate(counts) if count == min(counts) < max(counts)]
+
+
 class _RollCall:
-    """Which ranks of a job still answer, asked once, by the thread that needs it first."""
+    """Which ranks of a job still answer, asked once, by the thread that needs it first.
+
+    Attributes:
+        hung: ranks that others have waited for, almost for the time-out; they are lost even if they answer.
+    """
 
     def __init__(self, group: ReplicaGroup, store: dist.Store) -> None:
         self._group, self._store = group, store
         self._lock = threading.Lock()
         self._present: set[int] | None = None
+        self.hung: list[int] = []
         self._answered = 0.0  # time of the store's last answer
 
     def name_lost_ranks(self, error: LostReplica) -> LostReplica:
@@ -138,7 +156,7 @@ class _RollCall:
             return error
         with self._lock:
             if self._present is None:
-                self._present = self._ask_in_time(self._store)
+                self._present = self._ask_in_time(self._store) - set(self.hung)
         if not self._present:
             return LostReplica(f"{error} (no answer from rank 0 on {group.hosts[0]}, nor from the job's store there)")
         missing = [rank for rank in range(group.world_size) if rank not in self._present]

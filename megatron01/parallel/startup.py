@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
 from megatron01.errors import FaultError, UserError
-from megatron01.parallel import mpi
+from megatron01.parallel import mpi, peer_watch
 from megatron01.parallel.launch import LaunchEnvironment, Place, gloo_interface, nodes_of
-from megatron01.parallel.peer_watch import watching_peers
 from megatron01.parallel.process_groups import (
     LostReplica,
     ReplicaGroup,
@@ -84,11 +83,11 @@ def _joined(
                 raise LostReplica(
                     f"lost another replica while joining the job ({reason}); its own output says why"
                 ) from error
-            with watching_peers(group, store, timeout):
+            with peer_watch.watching_peers(group, store, timeout):
                 yield group
         except BaseException:
             # destroying an NCCL group would wait for a collective that never ends; exiting closes it too
-            if not _waits_without_end(dist.get_backend()):
+            if not peer_watch.waits_without_end(dist.get_backend()):
                 close_default_group()
             raise
         close_default_group()
@@ -99,11 +98,6 @@ def _joined(
 def _wants_gpus(config: DistributedConfig) -> bool:
     """True if the settings ask for GPUs where there are any."""
     return config.device == "cuda" or (config.device == "auto" and config.distributed_backend != "gloo")
-
-
-def _waits_without_end(backend: str) -> bool:
-    """True if the backend's collectives hang instead of failing when a peer is lost."""
-    return backend == "nccl"
 
 
 def require_working_driver() -> None:

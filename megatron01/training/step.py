@@ -76,7 +76,7 @@ def training_step(
     """Accumulate gradients over the next micro-batches and step the optimizer.
 
     Returns the mean ``loss`` and its components: fp64 scalars, detached. ``module`` is what ``optimizer.attach`` has
-    returned; ``progress`` is notified of each micro-batch when it is loaded.
+    returned; ``progress`` is notified of each micro-batch when it is loaded, and of the end of the backward passes.
     """
     optimizer.zero_grad()
     sums: dict[str, Tensor] = {}
@@ -89,6 +89,7 @@ def training_step(
             optimizer.scale_loss(loss / num_micro_batches).backward()
         for name, value in {**components, "loss": loss}.items():
             sums[name] = sums.get(name, 0.0) + value.detach().double() / num_micro_batches
+    progress.note(in_step=True)
     optimizer.step()
     return sums
 

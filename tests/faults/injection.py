@@ -26,7 +26,7 @@ import torch.distributed as dist
 from megatron01.checkpoint import save as checkpoint_save
 from megatron01.comm.transport import TorchTransport
 from megatron01.monitor.writers import Recorder
-from megatron01.parallel import startup
+from megatron01.parallel import peer_watch
 from megatron01.training import data as training_data
 from megatron01.training import trainer
 
@@ -291,7 +291,7 @@ class WaitWithoutEnd:
 
     def arm(self, fired: Path) -> None:
         """Install it in this process, which then treats gloo like NCCL; ``fired`` is not created."""
-        startup._waits_without_end = lambda backend: True
+        peer_watch.waits_without_end = lambda backend: True
         TorchTransport._start = self._wrapped(TorchTransport._start)  # type: ignore[method-assign]
 
     def _wrapped(self, start: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,6 +28,10 @@ def stopped(stage):
     return Plan("", {1: [Injection(Stop(None), "an all-to-all", 3)]}, stopped={1})
 
 
+def hung(stage):
+    return Plan("", {1: [Injection(Hang(), "a step", 4)]}, must_say=NOBODY_ANSWERS)
+
+
 def under_nccl(action, place, call, **plan):
     """Rank 1 is lost, and payload collectives that wait for it block for ever."""
 
@@ -72,6 +76,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
         pytest.param(killed(1, "the backward pass", 7), 2, id="killed in the backward pass"),
         pytest.param(killed(0, "saving", 1, "inside"), None, id="killed while saving", marks=pytest.mark.slow),
         pytest.param(stopped, None, id="stopped", marks=pytest.mark.slow),
+        pytest.param(hung, None, id="hung", marks=pytest.mark.slow),
         pytest.param(
             under_nccl(Kill(), "an all-to-all", 7, dead={1}, must_say=NOBODY_ANSWERS), None, id="killed, endless"
         ),
