@@ -189,6 +189,7 @@ def _read_average(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
     average: dict[str, torch.Tensor] = {}
     errors: dict[str, torch.Tensor] = {}
     scales: list[dict[str, Any]] = []
+    averaged = list(optimizer.averaged_state())
     for rank in range(saved):
         state = _read(folder / f"replica_{rank}_of_{saved}.pt")
         total = total or state
@@ -207,7 +208,7 @@ def _read_average(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:
             place = ErrorPlace([(first, last) for first, last in ranges], share)
             whole = errors.setdefault(error_key(name), torch.zeros_like(state["replicated"]["x"]))
             place.add(buffers.pop(name).float(), whole, own["block_size"], factor=1.0 / saved)
-        for name in optimizer.averaged_state():
+        for name in averaged:
             term = buffers[name].float() / saved
             average[name] = average[name] + term if name in average else term
     portable = {"average": average, "errors": errors, "scalars": total["replica"]["scalars"]}
