@@ -26,7 +26,7 @@ from megatron01.optim.gradients import DeferredNorm, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.loss_scaler import LossScaler, OverflowGuard
 from megatron01.optim.report import DeferredReport, StepReport
-from megatron01.optim.safety import ranks_of, refuse_averaging, require_group
+from megatron01.optim.safety import averaging_modules, is_averaged, ranks_of, refuse_averaging, require_group
 from megatron01.optim.schedule import Schedule, TakesSchedule, as_schedule, sample
 from megatron01.optim.settings import ModelShardRanks, check_group, require_same
 
@@ -128,6 +128,7 @@ class Adam(TakesSchedule):
         self._traffic = _Traffic(process_group, self._num_replicas)
         self.step_count = 0
         self.last_step: StepReport | None = None
+        self._averages_elsewhere = self._num_replicas == 1
         self._masters: dict[str, torch.nn.Parameter] = {}
         self._weights: dict[str, torch.nn.Parameter] = {}
         defaults = {"lr": schedule.peak_lr, "weight_decay": weight_decay, "lr_scale": 1.0}
@@ -225,14 +226,8 @@ class Adam(TakesSchedule):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        is_averaged = self._num_replicas == 1 or self._traffic.rounds > 0
-        if not is_averaged and any(weight.grad is not None for weight in self._weights.values()):
-            raise UserError(
-                f"the gradients were not averaged over the {self._num_replicas} replicas: call the module that"
-                " optimizer.attach(model) returns in the forward pass, and leave no_sync() for the last backward pass"
-                " before step()",
-                scope="job",
-            )
+        if self._traffic.rounds == 0:
+            self._check_averages()
         self._stop_if_given_up()  # after a step whose norm was deferred
         rate = self._schedule.lr(self.step_count)
         loss_scale = self.loss_scale
@@ -267,6 +262,21 @@ class Adam(TakesSchedule):
         if not self._runs_behind:
             self._stop_if_given_up()
         return loss
+
+    def _check_averages(self) -> None:
+        """Check that where ``attach`` was not called, a DistributedDataParallel of the user's averages gradients."""
+        weights = self._weights.values()
+        if self._averages_elsewhere or all(weight.grad is None for weight in weights):
+            return
+        if self._module is None:
+            self._averages_elsewhere = is_averaged(averaging_modules(), weights, ranks_of(self._process_group))
+        if not self._averages_elsewhere:
+            raise UserError(
+                f"the gradients were not averaged over the {self._num_replicas} replicas: call the module that"
+                " optimizer.attach(model) returns in the forward pass, and leave no_sync() for the last backward pass"
+                " before step()",
+                scope="job",
+            )
 
     def _stop_if_given_up(self) -> None:
         if self._guard.status() is Status.GIVING_UP:

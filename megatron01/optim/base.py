@@ -444,7 +444,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 )
         if self.last_step is None:
             ranks = safety.ranks_of(self._process_group)
-            safety.refuse_any_averaging((p.tensor for p in self._whole.parameters), ranks)
+            safety.refuse_averaging(safety.averaging_modules(), self._whole.tensors, ranks)
         if self._delay:
             self._receive_delayed()
             self._apply_delayed()

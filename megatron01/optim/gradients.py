@@ -60,9 +60,10 @@ class DeferredNorm:
 
     def __init__(self, scaled: torch.Tensor, inverse_scale: float, max_norm: float | None, ratio: float = 1.0) -> None:
         norm = scaled * inverse_scale * ratio
-        multiplier = torch.full_like(norm, inverse_scale)
-        if max_norm is not None:  # the same bits as ``clip_coefficient``
-            multiplier *= torch.where(norm <= max_norm, 1.0, max_norm / (norm + _SMALL))
+        if max_norm is None:
+            multiplier = torch.full_like(norm, inverse_scale)
+        else:  # the same bits as ``clip_coefficient``
+            multiplier = inverse_scale * torch.where(norm <= max_norm, 1.0, max_norm / (norm + _SMALL))
         self.multiplier = (multiplier + norm * 0.0).float()  # 0 * inf and 0 * NaN are NaN
         self._norm = norm
         self._event: torch.cuda.Event | None = None

@@ -98,15 +98,12 @@ def keep_gradients_local(module: DistributedDataParallel) -> DistributedDataPara
     return module
 
 
-def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
-    """Check that no DistributedDataParallel among ``modules`` averages the gradients of ``parameters``.
+def is_averaged(modules: Iterable[object], parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> bool:
+    """Whether a DistributedDataParallel among ``modules`` averages the gradients of ``parameters``.
 
     Args:
         ranks: global ranks of the replicas; None where they are not known, which is taken as all. A module whose group
             has at most one of them may average.
-
-    Raises:
-        UserError: if one does.
     """
     own: set[int] | None = None
     for module in modules:
@@ -117,20 +114,27 @@ def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ra
             continue
         own = {id(parameter) for parameter in parameters} if own is None else own
         if any(id(parameter) in own for parameter in module.parameters()):
-            raise UserError(
-                "the model is wrapped in DistributedDataParallel, which averages all gradients at every step, on top of"
-                " what the optimizer exchanges: use the model unwrapped, or, where a framework wraps it, call"
-                " megatron01.integrations.keep_gradients_local on the wrapped module",
-                scope="job",
-            )
+            return True
+    return False
 
 
-def refuse_any_averaging(parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
-    """``refuse_averaging`` for all modules of this process: scans all objects, so for the first step only."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        kinds = [DistributedDataParallel, *_subclasses(DistributedDataParallel)]
-        # an instance refers to its class; a type check of half a million objects would take a third of a second
-        refuse_averaging(gc.get_referrers(*kinds), parameters, ranks)
+def refuse_averaging(modules: Iterable[object], parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> None:
+    """Raises UserError if ``is_averaged``."""
+    if is_averaged(modules, parameters, ranks):
+        raise UserError(
+            "the model is wrapped in DistributedDataParallel, which averages all gradients at every step, on top of"
+            " what the optimizer exchanges: use the model unwrapped, or, where a framework wraps it, call"
+            " megatron01.integrations.keep_gradients_local on the wrapped module",
+            scope="job",
+        )
+
+
+def averaging_modules() -> list[object]:
+    """All DistributedDataParallel modules of this process, and more: scans all objects, so for the first step only."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return []
+    # an instance refers to its class; a type check of half a million objects would take a third of a second
+    return gc.get_referrers(DistributedDataParallel, *_subclasses(DistributedDataParallel))
 
 
 def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:

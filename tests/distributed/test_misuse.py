@@ -148,15 +148,20 @@ def plain_adam(rank: int, size: int, dtype: torch.dtype) -> tuple[list[str], lis
             backward(model if how == "unwrapped" else module, 0, rank)
         told.append(error_of(optimizer.step))
     told.append(error_of(Adam(model.named_parameters(), 0.01 * (1 + rank)).attach, model))
-    torch.manual_seed(rank)
-    layer = torch.nn.Linear(16, 1).to(dtype)
-    optimizer = Adam(layer.parameters(), 0.01)
-    module = optimizer.attach(layer)
-    for _ in range(3):
-        module(torch.full((1, 16), 1.0 + rank, dtype=dtype)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return told, torch.nn.utils.parameters_to_vector(layer.parameters()).tolist()
+    weights = []
+    for wraps in (False, True):
+        torch.manual_seed(rank)
+        layer = torch.nn.Linear(16, 1).to(dtype)
+        ours = DistributedDataParallel(layer) if wraps else layer  # a module of the user's that averages
+        optimizer = Adam(layer.parameters(), 0.01)
+        module = ours if wraps else optimizer.attach(layer)
+        for _ in range(3):
+            module(torch.full((1, 16), 1.0 + rank, dtype=dtype)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(torch.nn.utils.parameters_to_vector(layer.parameters()).tolist())
+    assert weights[0] == weights[1]
+    return told, weights[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

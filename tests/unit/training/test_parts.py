@@ -50,7 +50,8 @@ def test_fp32_sums_keep_what_16_bit_sums_lose():
     weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     frozen = nn.Parameter(torch.ones(2, dtype=torch.bfloat16), requires_grad=False)
     model = nn.ParameterList([weight, frozen])
-    ZeroOneAdam(model.named_parameters(), 0.1).sum_gradients_in_fp32()
+    optimizer = ZeroOneAdam(model.named_parameters(), 0.1)
+    optimizer.sum_gradients_in_fp32()
     for factor in (256.0, 1.0, 1.0):
         (weight * factor).sum().backward()
         assert weight.grad is None
