@@ -107,7 +107,8 @@ class DiLoCo:
     """AdamW on each replica, with an outer step every ``interval`` steps and after the last."""
 
     def __init__(self, setup: Setup, interval: int, outer: OuterStep) -> None:
-        self._inner = new_optimizer(setup.model, setup.config, dist.group.WORLD)
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        self._inner = new_optimizer(setup.model, setup.config, alone)
         self._outer = outer
         self._module = setup.loss_module
         self._interval = interval
