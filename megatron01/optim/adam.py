@@ -82,7 +82,8 @@ def _average_bucket(traffic, bucket):  # type: ignore[no-untyped-def]
 class Adam(TakesSchedule):
     """Data-parallel Adam with decoupled weight decay and fp32 master weights; no ``torch.optim.Optimizer``.
 
-    Gradients are averaged in the backward pass of the module that ``attach`` returns.
+    Gradients are averaged in the backward pass of the module that ``attach`` returns, or of the user's own
+    DistributedDataParallel.
 
     Args:
         params: parameters, (name, parameter) pairs, or parameter groups of either. A group may set ``weight_decay``
