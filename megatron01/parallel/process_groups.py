@@ -161,16 +161,15 @@ class ReplicaGroup:
         """All-gather of a ``row`` (n,) of any dtype, equal on all ranks, by rank."""
         if self.world_size == 1:
             return [row]
-        rows = row.new_empty(self.world_size, len(row))
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
         try:
-            # not torch's all-gather, a ring: all ranks are to notice at once that one is gone
-            dist.all_to_all_single(rows, row.repeat(self.world_size, 1), group=group)
+            dist.all_gather(rows, row, group=group)
         except RuntimeError as error:
             raise LostReplica(
                 f"lost another replica while waiting for {what}; its own output says why ({_gloo_reason(error)})"
             ) from error
         self.progress.note()
-        return list(rows)
+        return rows
 
 
 @contextmanager
