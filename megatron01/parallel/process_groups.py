@@ -326,15 +326,9 @@ LONG_TIMEOUT = datetime.timedelta(days=7)
 
 
 def open_long_timeout_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Open a gloo group of all ranks within ``timeout``, whose collectives then get ``LONG_TIMEOUT``.
-
-    torch has one time-out for both, so that opening would wait as long for a rank lost before it joined.
-    """
-    group = open_gloo_group(timeout)
-    if hasattr(dist, "set_timeout"):  # since torch 2.15
-        dist.set_timeout(LONG_TIMEOUT, group)
-    else:
-        dist.distributed_c10d._set_pg_timeout(LONG_TIMEOUT, group)
+    """Open a gloo group of all ranks, as ``open_in_time`` with ``timeout``, whose collectives get ``LONG_TIMEOUT``."""
+    # from the start: a time-out that is set later does not reach the collectives of torch 2.6 and 2.8
+    group: dist.ProcessGroup = open_in_time(lambda: dist.new_group(backend="gloo", timeout=LONG_TIMEOUT), timeout)
     return group
 
 
