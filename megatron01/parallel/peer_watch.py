@@ -66,8 +66,8 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
                 reason = lost_replica(failure) or str(failure)
             else:
                 counts, seconds, leaving, failed = received.T.tolist()
-                if max(seconds) > _LONG * timeout.total_seconds():
-                    roll_call.hung = behind(counts)
+                is_long = max(seconds) > _LONG * timeout.total_seconds()
+                roll_call.hung = behind(counts) if is_long else []
                 reason = f"{format_places([failed.index(True)], group.hosts)} failed" if any(failed) else ""
             if is_last or (not reason and any(leaving)):
                 return

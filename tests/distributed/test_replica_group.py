@@ -197,6 +197,14 @@ def test_the_death_of_a_replica_is_an_error_and_no_hang(where: str) -> None:
     assert "lost another replica while waiting for" in answers[0]
 
 
+def _what_is_said(body: Any) -> tuple[str, str]:
+    try:
+        _in_group(body)
+    except LostReplica as error:
+        return str(error), error.scope
+    return "noticed nothing", ""
+
+
 def _survive(rank: int, world_size: int, lost: int, delay: float = 0.0) -> tuple[str, str]:
     peer_watch.LOST_RANK_SECONDS = 2.0
 
@@ -208,11 +216,7 @@ def _survive(rank: int, world_size: int, lost: int, delay: float = 0.0) -> tuple
         finally:
             time.sleep(rank * delay)
 
-    try:
-        _in_group(body)
-    except LostReplica as error:
-        return str(error), error.scope
-    return "noticed nothing", ""
+    return _what_is_said(body)
 
 
 def test_the_first_survivor_names_the_lost() -> None:
@@ -238,11 +242,7 @@ def _survive_in_ring(rank: int, world_size: int) -> tuple[str, str]:
         except RuntimeError as error:
             raise LostReplica(str(error)) from error
 
-    try:
-        _in_group(body)
-    except LostReplica as error:
-        return str(error), error.scope
-    return "noticed nothing", ""
+    return _what_is_said(body)
 
 
 def test_ranks_that_wait_for_a_neighbor_in_a_ring_are_not_lost() -> None:
