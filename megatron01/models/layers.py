@@ -188,6 +188,55 @@ def _allowed_kernels(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor 
     return nullcontext()
 
 
+class _LinearOfSequences(torch.autograd.Function):
+    """``F.linear``, (b, s, i) to (b, s, o), for the compiler: the kernel that makes the output's gradient can add up
+    the bias's, as both have the same loops over b, s and parts of ``part_size`` columns.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, part_size: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.part_size = part_size
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)  # (b s, o)
+        parts = gradient.unflatten(-1, (-1, ctx.part_size))
+        of_bias = parts.sum(1, dtype=torch.promote_types(gradient.dtype, torch.float32)).sum(0).flatten()
+        of_weight = rows.t() @ hidden.flatten(0, 1)
+        return (rows @ weight).view_as(hidden), of_weight, of_bias.to(gradient.dtype), None
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` with a backward pass for the compiler.
+
+    Args:
+        part_size: columns of the output whose gradients are made together; None for all.
+
+    Attributes:
+        fuses_bias_gradient: use ``_LinearOfSequences``.
+    """
+
+    def __init__(self, in_features: int, out_features: int, *, part_size: int | None = None) -> None:
+        super().__init__(in_features, out_features)
+        self.part_size = part_size
+        self.fuses_bias_gradient = False
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., i) -> (..., o)."""
+        fuses = self.fuses_bias_gradient and hidden.dim() == 3
+        if not fuses or torch.is_autocast_enabled(hidden.device.type):
+            return super().forward(hidden)
+        output: torch.Tensor = _LinearOfSequences.apply(  # type: ignore[no-untyped-call]
+            hidden, self.weight, self.bias, self.part_size or len(self.bias)
+        )
+        return output
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention over one fused projection, whose rows are ordered [heads, 3 (q k v), head size].
 
@@ -201,8 +250,8 @@ class SelfAttention(nn.Module):
         self.causal = causal
         self.dropout_probability = config.attention_dropout
         self.is_selective = config.recompute_activations == "selective"
-        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.query_key_value = Linear(config.hidden_size, 3 * config.hidden_size, part_size=3 * self.head_size)
+        self.dense = Linear(config.hidden_size, config.hidden_size)
 
     def forward(
         self,
@@ -314,8 +363,8 @@ class MLP(nn.Module):
         self.gelu_form = gelu
         self.gelu: Callable[[torch.Tensor], torch.Tensor] = partial(F.gelu, approximate=gelu)
         self.is_selective = config.recompute_activations == "selective"
-        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.feed_forward_size)
-        self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
+        self.dense_h_to_4h = Linear(config.hidden_size, config.feed_forward_size)
+        self.dense_4h_to_h = Linear(config.feed_forward_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., h) -> (..., h)."""
@@ -473,6 +522,8 @@ def compile_layers(
             module.hashes_dropout = hashes_dropout
         elif isinstance(module, MLP):
             module.gelu = fusible_gelu if module.gelu_form == "tanh" else fusible_exact_gelu
+        elif isinstance(module, Linear):
+            module.fuses_bias_gradient = True
     # else DistributedDataParallel splits each layer's graph at the ends of its buckets
     torch._dynamo.config.optimize_ddp = False
     return True
