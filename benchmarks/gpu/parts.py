@@ -12,6 +12,8 @@ from typing import Any
 MODELS = (("gpt2", "345m"), ("bert", "large-512"), ("bert", "large-128"), ("gpt2", "117m"), ("gpt2", "1.5b"))
 """Model and size (``workload.RECIPES``), the most wanted first."""
 
+_SHARES = {"1.5b": 0.6, "large-128": 0.4, "117m": 0.4}  # others: 0.5
+
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -40,7 +42,7 @@ def _of_models(compiled: bool) -> list[Part]:
             "models",
             {"model": model, "size": size, "compiled": compiled},
             # most of the time goes into compiling, by a thread
-            share=1.0 if size == "1.5b" else 0.5,
+            share=_SHARES.get(size, 0.5),
         )
         for model, size in MODELS
     ]

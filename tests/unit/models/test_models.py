@@ -474,6 +474,32 @@ def test_layers_compiled_for_the_gpu_or_a_cpu(gpt_config, gpt_batch):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("part_size", [None, 6])
+def test_linear_that_sums_the_bias_gradient_by_sequence(part_size):
+    linear = layers.Linear(5, 12, part_size=part_size).double()
+    linear.fuses_bias_gradient = True
+    hidden = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
+    values = (hidden, linear.weight, linear.bias)
+    torch.testing.assert_close(linear(hidden), F.linear(*values))
+
+    def call(hidden, weight, bias):
+        return torch.func.functional_call(linear, {"weight": weight, "bias": bias}, (hidden,))
+
+    assert torch.autograd.gradcheck(call, values)
+
+
+def test_linear_that_sums_the_bias_gradient_in_other_precisions():
+    linear = layers.Linear(4, 8).to(torch.bfloat16)
+    linear.fuses_bias_gradient = True
+    linear(torch.ones(4, 4096, 4, dtype=torch.bfloat16)).sum().backward()
+    assert linear.bias.grad.eq(4 * 4096).all()  # a sum in bf16 would end at 256
+    linear.float().zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = linear(torch.ones(2, 3, 4))
+    output.sum().backward()
+    assert output.dtype == torch.bfloat16 and linear.bias.grad.eq(6).all() and linear.bias.grad.dtype == torch.float32
+
+
 def test_a_compiled_model_can_be_pickled(gpt_config):
     model = GPT2(gpt_config(), 53)
     assert compile_layers(model)
