@@ -10,7 +10,7 @@ import errno
 import math
 import numbers
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, Literal
 
@@ -95,6 +95,15 @@ def require_positive(name: str, value: float | None, *, none_is: str | None = No
         return
     alternative = "" if none_is is None else f", or None for {none_is}"
     raise UserError(f"{name} is {value}; expected a positive finite number{alternative}")
+
+
+def require_decays(name: str, values: object) -> tuple[float, float]:
+    """``values`` if they are two numbers in [0, 1); raises UserError if not."""
+    if isinstance(values, Sequence) and len(values) == 2:
+        first, second = values
+        if all(isinstance(value, numbers.Real) and 0.0 <= float(value) < 1.0 for value in (first, second)):
+            return float(first), float(second)
+    raise UserError(f"{name} is {values}; expected two numbers in [0, 1), such as (0.9, 0.999)")
 
 
 def import_optional(module: str, user: str) -> Any:

@@ -20,7 +20,7 @@ from megatron01.comm.payload import digest
 from megatron01.comm.transport import TorchTransport
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require_decays, require_positive
 from megatron01.optim.flat_parameters import named_parameters
 from megatron01.optim.gradients import DeferredNorm, clip_coefficient
 from megatron01.optim.local_update import Multiplier
@@ -120,6 +120,9 @@ class Adam(TakesSchedule):
         require_group(process_group)
         if isinstance(process_group, Topology):
             raise UserError("process_group is a Topology; expected a ProcessGroup of torch.distributed with Adam")
+        betas = require_decays("betas", betas)
+        require_positive("eps", eps)
+        require_positive("max_grad_norm", max_grad_norm, none_is="no clipping")
         self._schedule = schedule = as_schedule(schedule)
         self._partial = partial
         self._process_group = process_group

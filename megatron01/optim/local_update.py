@@ -247,7 +247,7 @@ class SecondMoment:
     """The second moment v: its decay at a refresh, its bias correction, and the bound on a step that it divides.
 
     Args:
-        beta2: decay per step.
+        beta2: decay per step, in [0, 1).
         eps: added to the root of the second moment.
         mode: "elapsed" decays by beta2^(steps since the last refresh), "per_refresh" by beta2.
         floor: elapsed: the smallest decay.
@@ -270,9 +270,8 @@ class SecondMoment:
         bias_correction: bool = True,
         step_bound: float | None = None,
     ) -> None:
-        for name, value in (("betas[1]", beta2), ("variance_decay_floor", floor)):
-            if not 0.0 <= value < 1.0:
-                raise UserError(f"{name} is {value}; expected a number in [0, 1)")
+        if not 0.0 <= floor < 1.0:
+            raise UserError(f"variance_decay_floor is {floor}; expected a number in [0, 1)")
         require_positive("eps", eps)
         require_positive("step_bound", step_bound, none_is="no bound")
         if mode not in ("elapsed", "per_refresh"):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron01.comm.kernels.specification import block_sums
-from megatron01.errors import UserError, require_integer
+from megatron01.errors import UserError, require_decays, require_integer
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan
@@ -68,17 +68,18 @@ class OneBitAdam(FlatOptimizer):
             freeze_step = require_integer("freeze_step", freeze_step, least=1)
         if not 0.0 < freeze_ratio <= 1.0:
             raise UserError(f"freeze_ratio is {freeze_ratio}; expected a number in (0, 1]")
-        self._v = SecondMoment(betas[1], eps=eps, bias_correction=variance_bias_correction, step_bound=step_bound)
+        beta1, beta2 = require_decays("betas", betas)
+        self._v = SecondMoment(beta2, eps=eps, bias_correction=variance_bias_correction, step_bound=step_bound)
         self._freeze_step = math.inf if freeze_step is None else freeze_step
         self._freeze_ratio = freeze_ratio
         self._automatic = freeze_step is None
-        self._check_interval = max(1, round(1.0 / (1.0 - betas[1]) / _CHECKS))
+        self._check_interval = max(1, round(1.0 / (1.0 - beta2) / _CHECKS))
         self._norms = np.zeros(_CHECKS)  # at the last checks, oldest first; 0 where there was none yet
         super().__init__(
             params,
             schedule,
             rule=Rule.ADAPTIVE,
-            beta1=betas[0],
+            beta1=beta1,
             quantizer=quantizer_of(compressor),
             averages=True,
             second_moment=self._v,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Unpack
 
+from megatron01.errors import require_decays
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Rule, SecondMoment
 from megatron01.optim.schedule import Schedule
@@ -29,15 +30,16 @@ class QuantizedAdam(FlatOptimizer):
         eps: float = 1e-8,
         **common: Unpack[CommonArguments],
     ) -> None:
+        beta1, beta2 = require_decays("betas", betas)
         wire: CommonArguments = {"gradient_wire_dtype": "4bit"}
         super().__init__(
             params,
             schedule,
             rule=Rule.ADAPTIVE,
-            beta1=betas[0],
+            beta1=beta1,
             quantizer=None,
             averages=True,
-            second_moment=SecondMoment(betas[1], eps=eps),
+            second_moment=SecondMoment(beta2, eps=eps),
             momentum_bias_correction=True,
             **(wire | common),
         )

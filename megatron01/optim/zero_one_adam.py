@@ -16,7 +16,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 import torch
 
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require_decays
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy
@@ -83,8 +83,9 @@ class ZeroOneAdam(FlatOptimizer):
                 f" moment by less than bf16 can tell; with state_dtype bf16, expected elapsed and"
                 f" {_LARGEST_KAPPA_IN_BF16} at most"
             )
+        beta1, beta2 = require_decays("betas", betas)
         v = SecondMoment(
-            betas[1],
+            beta2,
             eps=eps,
             mode=variance_decay,
             floor=variance_decay_floor,
@@ -100,7 +101,7 @@ class ZeroOneAdam(FlatOptimizer):
             params,
             schedule,
             rule=Rule.ADAPTIVE,
-            beta1=betas[0],
+            beta1=beta1,
             quantizer=quantizer_of(compressor),
             averages=True,
             second_moment=v,

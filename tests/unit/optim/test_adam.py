@@ -135,6 +135,19 @@ def test_settings_of_groups_that_it_would_not_follow_are_refused(setting: dict[s
         Adam([{"params": [torch.nn.Parameter(torch.ones(1))], **setting}], 0.1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"betas": 0.9}, "betas is 0.9; expected two numbers in"),
+        ({"eps": 0.0}, "eps is 0.0; expected a positive finite number"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0; expected a positive finite number, or None for no clipping"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=f"^{words}"):
+        Adam([torch.nn.Parameter(torch.ones(1))], 0.1, **arguments)
+
+
 def test_two_parameters_of_one_name_are_refused() -> None:
     with pytest.raises(UserError, match="two parameters are called a"):
         Adam([("a", torch.nn.Parameter(torch.ones(1))) for _ in range(2)], 0.1)

@@ -330,8 +330,8 @@ def test_clipping_bounds_the_momentum() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"betas": (1.0, 0.9)}, "decay of the momentum is 1.0"),
-        ({"betas": (0.9, 1.0)}, "betas.1. is 1.0"),
+        ({"betas": (1.0, 0.9)}, "betas is .1.0, 0.9.; expected two numbers in"),
+        ({"betas": (0.9, 1.0)}, "betas is .0.9, 1.0.; expected two numbers in"),
         ({"bucket_elements": 0}, "bucket_elements is 0"),
         ({"variance_decay_floor": 1.0}, "variance_decay_floor is 1.0"),
         ({"eps": 0.0}, "eps is 0.0"),
