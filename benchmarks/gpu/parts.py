@@ -37,7 +37,7 @@ def _of_models(compiled: bool) -> list[Part]:
     return [
         Part(
             f"{model} {size}, compiled" if compiled else f"{model} {size}",
-            200.0 if compiled else 100.0,
+            240.0 if compiled else 100.0,
             "benchmarks.gpu.training",
             "models",
             {"model": model, "size": size, "compiled": compiled},

@@ -188,55 +188,6 @@ def _allowed_kernels(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor 
     return nullcontext()
 
 
-class _LinearOfSequences(torch.autograd.Function):
-    """``F.linear``, (b, s, i) to (b, s, o), for the compiler: the kernel that makes the output's gradient can add up
-    the bias's, as both have the same loops over b, s and parts of ``part_size`` columns.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, part_size: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(hidden, weight)
-        ctx.part_size = part_size
-        return F.linear(hidden, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
-        hidden, weight = ctx.saved_tensors
-        rows = gradient.flatten(0, 1)  # (b s, o)
-        parts = gradient.unflatten(-1, (-1, ctx.part_size))
-        of_bias = parts.sum(1, dtype=torch.promote_types(gradient.dtype, torch.float32)).sum(0).flatten()
-        of_weight = rows.t() @ hidden.flatten(0, 1)
-        return (rows @ weight).view_as(hidden), of_weight, of_bias.to(gradient.dtype), None
-
-
-class Linear(nn.Linear):
-    """``nn.Linear`` with a backward pass for the compiler.
-
-    Args:
-        part_size: columns of the output whose gradients are made together; None for all.
-
-    Attributes:
-        fuses_bias_gradient: use ``_LinearOfSequences``.
-    """
-
-    def __init__(self, in_features: int, out_features: int, *, part_size: int | None = None) -> None:
-        super().__init__(in_features, out_features)
-        self.part_size = part_size
-        self.fuses_bias_gradient = False
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(..., i) -> (..., o)."""
-        fuses = self.fuses_bias_gradient and hidden.dim() == 3
-        if not fuses or torch.is_autocast_enabled(hidden.device.type):
-            return super().forward(hidden)
-        output: torch.Tensor = _LinearOfSequences.apply(  # type: ignore[no-untyped-call]
-            hidden, self.weight, self.bias, self.part_size or len(self.bias)
-        )
-        return output
-
-
 class SelfAttention(nn.Module):
     """Multi-head self-attention over one fused projection, whose rows are ordered [heads, 3 (q k v), head size].
 
@@ -250,8 +201,8 @@ class SelfAttention(nn.Module):
         self.causal = causal
         self.dropout_probability = config.attention_dropout
         self.is_selective = config.recompute_activations == "selective"
-        self.query_key_value = Linear(config.hidden_size, 3 * config.hidden_size, part_size=3 * self.head_size)
-        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.query_key_value = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(
         self,
@@ -363,8 +314,8 @@ class MLP(nn.Module):
         self.gelu_form = gelu
         self.gelu: Callable[[torch.Tensor], torch.Tensor] = partial(F.gelu, approximate=gelu)
         self.is_selective = config.recompute_activations == "selective"
-        self.dense_h_to_4h = Linear(config.hidden_size, config.feed_forward_size)
-        self.dense_4h_to_h = Linear(config.feed_forward_size, config.hidden_size)
+        self.dense_h_to_4h = nn.Linear(config.hidden_size, config.feed_forward_size)
+        self.dense_4h_to_h = nn.Linear(config.feed_forward_size, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., h) -> (..., h)."""
@@ -499,6 +450,59 @@ class Transformer(nn.Module):
         return hidden if self.final_norm is None else self.final_norm(hidden)
 
 
+class _LinearOfSequences(torch.autograd.Function):
+    """``F.linear``, (b, s, i) to (b, s, o), for the compiler: the kernel that makes the output's gradient can add up
+    the bias's, as both have the same loops over b, s and parts of ``part_size`` columns.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, part_size: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.part_size = part_size
+        return F.linear(hidden, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        hidden, weight = ctx.saved_tensors
+        rows = gradient.flatten(0, 1)  # (b s, o)
+        parts = gradient.unflatten(-1, (-1, ctx.part_size))
+        of_bias = parts.sum(1, dtype=torch.promote_types(gradient.dtype, torch.float32)).sum(0).flatten()
+        of_weight = rows.t() @ hidden.flatten(0, 1)
+        return (rows @ weight).view_as(hidden), of_weight, of_bias.to(gradient.dtype), None
+
+
+class FusibleLinear(nn.Linear):
+    """``nn.Linear`` for the compiler: see ``_LinearOfSequences``.
+
+    Attributes:
+        part_size: columns of the output whose gradients are made together.
+    """
+
+    part_size: int
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., i) -> (..., o)."""
+        if hidden.dim() != 3 or torch.is_autocast_enabled(hidden.device.type):
+            return super().forward(hidden)
+        output: torch.Tensor = _LinearOfSequences.apply(  # type: ignore[no-untyped-call]
+            hidden, self.weight, self.bias, self.part_size
+        )
+        return output
+
+
+def fuse_bias_gradients(layer: TransformerLayer) -> None:
+    """Make a layer's linear modules ``FusibleLinear``; row-parallel ones keep the class that they have been given."""
+    attention, mlp = layer.attention, layer.mlp
+    for linear in (attention.query_key_value, attention.dense, mlp.dense_h_to_4h, mlp.dense_4h_to_h):
+        if type(linear) is nn.Linear:
+            # attention makes the gradients of each head's q, k and v
+            size = 3 * attention.head_size if linear is attention.query_key_value else linear.weight.shape[0]
+            fusible: Any = linear
+            fusible.__class__, fusible.part_size = FusibleLinear, size
+
+
 def compile_layers(
     model: nn.Module, *, backend: str | Callable[..., Any] = "inductor", hashes_dropout: bool = True
 ) -> bool:
@@ -522,8 +526,8 @@ def compile_layers(
             module.hashes_dropout = hashes_dropout
         elif isinstance(module, MLP):
             module.gelu = fusible_gelu if module.gelu_form == "tanh" else fusible_exact_gelu
-        elif isinstance(module, Linear):
-            module.fuses_bias_gradient = True
+        elif isinstance(module, TransformerLayer):
+            fuse_bias_gradients(module)
     # else DistributedDataParallel splits each layer's graph at the ends of its buckets
     torch._dynamo.config.optimize_ddp = False
     return True

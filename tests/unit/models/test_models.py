@@ -474,10 +474,15 @@ def test_layers_compiled_for_the_gpu_or_a_cpu(gpt_config, gpt_batch):
         torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("part_size", [None, 6])
+def fusible_linear(in_features, out_features, part_size, dtype):
+    linear = layers.FusibleLinear(in_features, out_features, dtype=dtype)
+    linear.part_size = part_size
+    return linear
+
+
+@pytest.mark.parametrize("part_size", [6, 12])
 def test_linear_that_sums_the_bias_gradient_by_sequence(part_size):
-    linear = layers.Linear(5, 12, part_size=part_size).double()
-    linear.fuses_bias_gradient = True
+    linear = fusible_linear(5, 12, part_size, torch.float64)
     hidden = torch.randn(3, 4, 5, dtype=torch.float64, requires_grad=True)
     values = (hidden, linear.weight, linear.bias)
     torch.testing.assert_close(linear(hidden), F.linear(*values))
@@ -489,8 +494,7 @@ def test_linear_that_sums_the_bias_gradient_by_sequence(part_size):
 
 
 def test_linear_that_sums_the_bias_gradient_in_other_precisions():
-    linear = layers.Linear(4, 8).to(torch.bfloat16)
-    linear.fuses_bias_gradient = True
+    linear = fusible_linear(4, 8, 8, torch.bfloat16)
     linear(torch.ones(4, 4096, 4, dtype=torch.bfloat16)).sum().backward()
     assert linear.bias.grad.eq(4 * 4096).all()  # a sum in bf16 would end at 256
     linear.float().zero_grad()
@@ -503,6 +507,7 @@ def test_linear_that_sums_the_bias_gradient_in_other_precisions():
 def test_a_compiled_model_can_be_pickled(gpt_config):
     model = GPT2(gpt_config(), 53)
     assert compile_layers(model)
+    assert isinstance(model.transformer.layers[1].mlp.dense_4h_to_h, layers.FusibleLinear)
     copied = pickle.loads(pickle.dumps(model))
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in copied.state_dict().items())
 
