@@ -114,7 +114,7 @@ class Doctor:
 
     def _report(self, report: NetworkReport | None, found: dict[int, str]) -> int:
         """Print machines, measurements and the problems ``found``, "" if none, by rank; returns their number."""
-        nodes = [one.node for one in self._seen]
+        nodes, hosts = [one.node for one in self._seen], [one.host for one in self._seen]
         lines = describe_machines(self._seen, self.environment.launcher)
         problems = self._diagnosis.problems
         if silent := [rank for rank in range(self.environment.world_size) if rank not in found]:
@@ -125,7 +125,11 @@ class Doctor:
             )
         problems += [problem for problem in dict.fromkeys(found.values()) if problem and problem not in problems]
         if report is not None:
-            links = [(nodes[sender], nodes[receiver], rate) for sender, receiver, rate in report.links]
+            links = [  # within a host, as where a launcher takes it for several nodes, processors set the rate
+                (nodes[sender], nodes[receiver], rate)
+                for sender, receiver, rate in report.links
+                if hosts[sender] != hosts[receiver]
+            ]
             problems += link_problems(links, report.link_bytes)
             problems += clock_problems([(nodes[rank], offset, uncertain) for rank, offset, uncertain in report.clocks])
             lines += ["", *describe_network(report, nodes)]

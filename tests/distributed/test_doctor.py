@@ -72,7 +72,7 @@ def test_problems_are_told_by_the_first_and_end_all(tmp_path: Path) -> None:
     assert [answer[2] for answer in answers[1:]] == ["", "", ""]
 
 
-def with_slow_link(rank: int, world_size: int, folder: Path, slow_calls: int) -> list[Any]:
+def with_slow_link(rank: int, world_size: int, folder: Path, slow_calls: int, hosts: list[str]) -> list[Any]:
     """Answer of ``consulted``, and how often the link was measured: in b the first ``slow_calls`` times are slow."""
     measured, calls = network._seconds, [0]
 
@@ -84,12 +84,19 @@ def with_slow_link(rank: int, world_size: int, folder: Path, slow_calls: int) ->
         return 1.0 if NODES[rank] == "b" and calls[0] <= slow_calls else 0.1
 
     network._seconds, network._PAUSE = seconds, 0.0
-    return [*consulted(rank, world_size, {"shared_folder": folder}, {}), calls[0]]
+    loopback = {"host": hosts[rank], "gloo": ("lo", "10.0.0.1")}  # of which another host would complain
+    return [*consulted(rank, world_size, {"shared_folder": folder}, {rank: loopback}), calls[0]]
 
 
 def test_a_link_that_seems_slow_is_measured_again(tmp_path: Path) -> None:
-    for slow_calls, status, measurements in ((0, 0, 4), (4, 0, 8), (100, 2, 12)):
-        answers = run_ranks(with_slow_link, 4, tmp_path / "run", slow_calls, default_group=False, local_world_size=2)
+    for hosts, slow_calls, status, measurements in (
+        (NODES, 0, 0, 4),
+        (NODES, 4, 0, 8),
+        (NODES, 100, 2, 12),
+        (["one"] * 4, 100, 0, 12),  # no link, but two processes of a machine
+    ):
+        arguments = (tmp_path / "run", slow_calls, hosts)
+        answers = run_ranks(with_slow_link, 4, *arguments, default_group=False, local_world_size=2)
         assert [answer[0] for answer in answers] == [status] * 4, answers
         assert [answer[3] for answer in answers] == [measurements, 0, measurements, 0]
         assert ("b receives" in answers[0][2] and "half as much as others" in answers[0][2]) == (status == 2)
