@@ -97,6 +97,14 @@ def require_positive(name: str, value: float | None, *, none_is: str | None = No
     raise UserError(f"{name} is {value}; expected a positive finite number{alternative}")
 
 
+def require_share(name: str, value: object, interval: Literal["[0, 1)", "[0, 1]", "(0, 1]"] = "[0, 1)") -> float:
+    """``value`` if it is a number in the interval; raises UserError if not."""
+    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    if 0.0 < number < 1.0 or (number == 0.0 and interval[0] == "[") or (number == 1.0 and interval[-1] == "]"):
+        return number
+    raise UserError(f"{name} is {value!r}; expected a number in {interval}")
+
+
 def require_decays(name: str, values: object) -> tuple[float, float]:
     """``values`` if they are two numbers in [0, 1); raises UserError if not."""
     if isinstance(values, Sequence) and len(values) == 2:

@@ -105,7 +105,7 @@ class OptimizerConfig(Bounded):
     schedule:K: K times as long after the warm-up; every: each step; constant:K; doubling:START,PERIOD."""
     max_sync_interval: Positive[int] = 16
     """zero_one_adam: largest number of steps between two synchronizations."""
-    local_scale: Annotated[float, Bounds(lambda value: 0 <= value <= 1, "a share in [0, 1]")] = 0.5
+    local_scale: Annotated[float, Bounds(lambda value: 0 <= value <= 1, "a number in [0, 1]")] = 0.5
     """zero_one_adam: fraction of its accumulated step that a replica applies to its weights between synchronizations. A
     half estimates the mean step best; 1 as published."""
     block_size: int = 1024

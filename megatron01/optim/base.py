@@ -45,7 +45,7 @@ from megatron01.comm import (
 from megatron01.comm.payload import OwnedBlocks, digest
 from megatron01.comm.transport import Sent
 from megatron01.config.optimizer import default_bucket_elements
-from megatron01.errors import UserError, nearest
+from megatron01.errors import UserError, nearest, require_share
 from megatron01.optim import safety
 from megatron01.optim.exchanges import (
     CompressedAllReduce,
@@ -146,8 +146,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         settings = CommonSettings(**common)
         safety.require_group(settings.process_group)
         self._schedule = schedule = as_schedule(schedule)
-        if not 0.0 <= beta1 < 1.0:
-            raise UserError(f"the decay of the momentum is {beta1}; expected a number in [0, 1)")
+        beta1 = require_share("the decay of the momentum", beta1)
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise UserError(f"state_dtype is {state_dtype}; expected float32 or bfloat16")
         assert state_dtype is torch.float32 or rule is not Rule.SOFT_SIGN

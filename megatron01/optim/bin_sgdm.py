@@ -16,6 +16,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from megatron01.comm import random_key
+from megatron01.errors import require_integer
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import ACCUMULATE, SYNCHRONIZE, Coefficients, Multiplier, Rule
 from megatron01.optim.policies import StepPlan
@@ -95,8 +96,9 @@ class BinSGDM(SoftSignSGD):
         seed: int = 0,
         **common: Unpack[CommonArguments],
     ) -> None:
-        self._seed = seed
-        super().__init__(params, schedule, beta=beta, soft_sign_max=soft_sign_max, agreement=(seed,), **common)
+        self._seed = require_integer("seed", seed, least=0)
+        agreement = (self._seed,)
+        super().__init__(params, schedule, beta=beta, soft_sign_max=soft_sign_max, agreement=agreement, **common)
 
     def _plan(self, step: int) -> StepPlan:
         # draws depend on an element's place in the buffer: shards of a model must not have the same ones

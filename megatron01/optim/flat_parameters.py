@@ -548,6 +548,8 @@ def parameter_masks(layout: FlatParameters, masks: Mapping[str, Tensor]) -> dict
         UserError: for a name that no parameter has, or a mask of another shape.
     """
     by_name = {parameter.name: index for index, parameter in enumerate(layout.parameters)}
+    if not isinstance(masks, Mapping) or not all(isinstance(mask, Tensor) for mask in masks.values()):
+        raise UserError("masks are not bool tensors by parameter name; expected {name: tensor, ...}")
     shaped = {}
     for name, mask in masks.items():
         if name not in by_name:

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from megatron01.comm.payload import Packed, PackedBlocks
-from megatron01.errors import UserError, require_positive
+from megatron01.errors import UserError, require_positive, require_share
 from megatron01.optim.flat_parameters import FlatParameters
 
 
@@ -270,15 +270,13 @@ class SecondMoment:
         bias_correction: bool = True,
         step_bound: float | None = None,
     ) -> None:
-        if not 0.0 <= floor < 1.0:
-            raise UserError(f"variance_decay_floor is {floor}; expected a number in [0, 1)")
         require_positive("eps", eps)
         require_positive("step_bound", step_bound, none_is="no bound")
         if mode not in ("elapsed", "per_refresh"):
             raise UserError(f"variance_decay is {mode!r}; expected 'elapsed' or 'per_refresh'")
         self._beta2 = beta2
         self._elapsed = mode == "elapsed"
-        self._floor = floor
+        self._floor = require_share("variance_decay_floor", floor)
         self._bias_correction = bias_correction
         self._last_refresh = -1
         self._product = 1.0  # of all decays so far

@@ -100,6 +100,9 @@ class OverflowGuard:
         loss_scaler: for fp16; None for no loss scaling.
         max_skipped_steps: consecutive skipped steps after which training has diverged.
         on_norm: called with each deferred norm, once it is known.
+
+    Raises:
+        UserError: if an argument is out of its range.
     """
 
     def __init__(
@@ -108,8 +111,13 @@ class OverflowGuard:
         max_skipped_steps: int,
         on_norm: Callable[[float], object] = lambda norm: None,
     ) -> None:
+        if not isinstance(loss_scaler, LossScaler | None):
+            raise UserError(
+                f"loss_scaler is of type {type(loss_scaler).__name__}; expected megatron01.LossScaler, or None"
+                " (and scaler.step(optimizer) with torch's GradScaler)"
+            )
         self.loss_scaler = loss_scaler
-        self._max_skipped_steps = max_skipped_steps
+        self._max_skipped_steps = require_integer("max_skipped_steps", max_skipped_steps, least=1)
         self._skipped_in_a_row = 0
         self._deferred: tuple[SupportsFloat, bool] | None = None
         self._on_norm = on_norm

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megatron01.comm.kernels.specification import block_sums
-from megatron01.errors import UserError, require_decays, require_integer
+from megatron01.errors import require_decays, require_integer, require_share
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan
@@ -66,12 +66,10 @@ class OneBitAdam(FlatOptimizer):
     ) -> None:
         if freeze_step is not None:
             freeze_step = require_integer("freeze_step", freeze_step, least=1)
-        if not 0.0 < freeze_ratio <= 1.0:
-            raise UserError(f"freeze_ratio is {freeze_ratio}; expected a number in (0, 1]")
         beta1, beta2 = require_decays("betas", betas)
         self._v = SecondMoment(beta2, eps=eps, bias_correction=variance_bias_correction, step_bound=step_bound)
         self._freeze_step = math.inf if freeze_step is None else freeze_step
-        self._freeze_ratio = freeze_ratio
+        self._freeze_ratio = require_share("freeze_ratio", freeze_ratio, "(0, 1]")
         self._automatic = freeze_step is None
         self._check_interval = max(1, round(1.0 / (1.0 - beta2) / _CHECKS))
         self._norms = np.zeros(_CHECKS)  # at the last checks, oldest first; 0 where there was none yet

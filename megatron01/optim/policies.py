@@ -175,7 +175,7 @@ def build_sync_policy(text: str, schedule: Schedule, max_interval: int) -> SyncP
         UserError: if it names none, or ``max_interval`` is not an int of at least 1.
     """
     max_interval = require_integer("max_sync_interval", max_interval, least=1)
-    name, _, rest = text.partition(":")
+    name, _, rest = str(text).partition(":")
     try:
         numbers = [int(part) for part in rest.split(",")] if rest else []
     except ValueError:

@@ -149,17 +149,11 @@ class CommonSettings:
         require_positive("max_grad_norm", self.max_grad_norm, none_is="no clipping")
         if self.clip_by not in ("mean", "local"):
             raise UserError(f"clip_by is {self.clip_by!r}; expected 'mean' or 'local'")
-        if not isinstance(self.loss_scaler, LossScaler | None):
-            raise UserError(
-                f"loss_scaler is of type {type(self.loss_scaler).__name__}; expected megatron01.LossScaler, or None"
-                " (and scaler.step(optimizer) with torch's GradScaler)"
-            )
         if self.masks and self.shard:
             raise UserError(
                 "shard is set and masks are given, which a sharded optimizer does not follow; leave one out"
             )
         require_integer("block_size", self.block_size, least=32)
-        require_integer("max_skipped_steps", self.max_skipped_steps, least=1)
         if self.bucket_elements is not None:
             require_integer("bucket_elements", self.bucket_elements, least=1)
         require_integer("watch_interval", self.watch_interval, least=0)

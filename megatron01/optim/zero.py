@@ -110,7 +110,7 @@ class NodeGuard(OverflowGuard):
     """
 
     def __init__(self) -> None:
-        super().__init__(None, 0)
+        super().__init__(None, 1)
         self.of_node = Status.OK
 
     def status(self, own: Status | torch.Tensor = Status.OK) -> Status:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 import torch
 
-from megatron01.errors import UserError, require_decays
+from megatron01.errors import UserError, require_decays, require_share
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy
@@ -92,9 +92,7 @@ class ZeroOneAdam(FlatOptimizer):
             bias_correction=variance_bias_correction,
             step_bound=step_bound,
         )
-        if not 0.0 <= local_scale <= 1.0:
-            raise UserError(f"local_scale is {local_scale}; expected a share in [0, 1]")
-        self._local_scale = local_scale
+        self._local_scale = require_share("local_scale", local_scale, "[0, 1]")
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
         super().__init__(

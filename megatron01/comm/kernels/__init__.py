@@ -150,7 +150,7 @@ def chosen_backend(backend: str, device: torch.device) -> str:
     if backend == "auto":
         return "cpu" if device.type == "cpu" else "triton" if triton_serves(device) else "reference"
     if backend not in ("cpu", "triton", "reference"):
-        raise ValueError(f"backend is {backend!r}; expected auto, cpu, triton or reference")
+        raise UserError(f"backend is {backend!r}; expected auto, cpu, triton or reference")
     if backend == "triton":
         require_triton()
     return backend

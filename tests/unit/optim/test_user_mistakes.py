@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from megatron01 import optim
 from megatron01.config import OptimizerConfig
 from megatron01.errors import UserError
-from megatron01.optim import LossScaler, OneBitAdam, TabulatedSchedule, ZeroOneAdam
+from megatron01.optim import SGDM, Adam, BinSGDM, LossScaler, OneBitAdam, TabulatedSchedule, ZeroOneAdam
 from megatron01.optim.specs import adaptive_arguments
 
 
@@ -230,8 +231,15 @@ def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
         ({"eps": math.nan}, "eps is nan"),
         ({"step_bound": math.nan}, "step_bound is nan"),
         ({"step_bound": math.inf}, "step_bound is inf; .* or None for no bound"),
-        ({"local_scale": 1.5}, r"local_scale is 1.5; expected a share in \[0, 1\]"),
+        ({"local_scale": 1.5}, r"local_scale is 1.5; expected a number in \[0, 1\]"),
         ({"local_scale": math.nan}, "local_scale is nan"),
+        ({"local_scale": "0.5"}, "local_scale is '0.5'; expected a number"),
+        ({"variance_decay_floor": 1.0}, r"variance_decay_floor is 1.0; expected a number in \[0, 1\)"),
+        ({"variance_decay_floor": None}, "variance_decay_floor is None"),
+        ({"sync_policy": None}, "sync_policy is None; expected schedule, every"),
+        ({"masks": [torch.ones(4, dtype=torch.bool)]}, "masks are not bool tensors by parameter name"),
+        ({"masks": {"0": [True] * 4}}, "masks are not bool tensors by parameter name"),
+        ({"backend": "cuda"}, "backend is 'cuda'; expected auto, cpu, triton or reference"),
         ({"gradient_wire_dtype": torch.float64}, "gradient_wire_dtype is torch.float64; .*bfloat16"),
         ({"max_skipped_steps": 0}, "max_skipped_steps is 0"),
         ({"watch_interval": -1}, "watch_interval is -1"),
@@ -255,7 +263,7 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], expected: s
 
 @pytest.mark.parametrize("scale", [-0.5, math.nan])
 def test_a_share_out_of_range_is_refused_in_a_configuration(scale: float) -> None:
-    with pytest.raises(UserError, match=rf"^local_scale is {scale}; expected a share in \[0, 1\]$"):
+    with pytest.raises(UserError, match=rf"^local_scale is {scale}; expected a number in \[0, 1\]$"):
         OptimizerConfig(local_scale=scale)
 
 
@@ -269,6 +277,25 @@ def test_a_bound_out_of_range_is_refused_in_a_configuration(bound: float) -> Non
 def test_a_bound_that_is_not_given_is_left_to_the_optimizer(bound: float | None, passed_on: dict[str, Any]) -> None:
     arguments = adaptive_arguments(OptimizerConfig(step_bound=bound))
     assert {name: value for name, value in arguments.items() if name == "step_bound"} == passed_on
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "expected"),
+    [
+        (SGDM, {"beta": "0.9"}, "the decay of the momentum is '0.9'; expected a number in"),
+        (BinSGDM, {"beta": 1.0}, "the decay of the momentum is 1.0; expected a number in"),
+        (BinSGDM, {"seed": 1.5}, "seed is 1.5; expected an int of at least 0"),
+        (OneBitAdam, {"freeze_ratio": 0.0}, r"freeze_ratio is 0.0; expected a number in \(0, 1\]"),
+        (OneBitAdam, {"freeze_ratio": "0.9"}, "freeze_ratio is '0.9'; expected a number in"),
+        (Adam, {"max_skipped_steps": 0}, "max_skipped_steps is 0; expected an int of at least 1"),
+        (Adam, {"loss_scaler": torch.amp.GradScaler("cpu")}, "loss_scaler is of type GradScaler"),
+    ],
+)
+def test_arguments_of_others_out_of_range_are_refused(
+    optimizer: Callable[..., object], options: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(UserError, match=f"^{expected}"):
+        optimizer([nn.Parameter(torch.ones(4))], 1e-3, **options)
 
 
 def test_the_step_that_freezes_one_bit_adam_is_an_int() -> None:
