@@ -100,6 +100,18 @@ def test_a_flag_may_mend_what_contradicts_in_the_file(tmp_path: Path) -> None:
     assert read("--config", str(path), "--width", "12").shape.width == 12
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lr-warmup-iters", "100"), "the decay ends at step 100, within the warm-up of 100 steps"),
+        (("--sync-policy", "schedul"), "sync_policy is 'schedul'; expected schedule, .*did you mean 'schedule'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_found_without_training(flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=f"^{message}"):
+        read("--train-iters", "100", *flags, "--print-config", config_class=GPTPretrainConfig)
+
+
 def test_an_optional_setting_can_be_unset(files: tuple[str, str]) -> None:
     assert read("--config", files[0], "--width", "none").shape.width is None
 
