@@ -11,10 +11,13 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -41,6 +44,8 @@ _GRACE = 2.0
 @contextmanager
 def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> Iterator[None]:
     """Context manager that ends this process, with one error line per job and status 74, when another rank is lost.
+
+    A rank that hangs prints a line of its own, which says where.
 
     A rank is lost if its process is gone or ends with an error (noticed within a second), if it does not answer within
     the time-out (stopped, or cut off), or if it answers but its main thread hangs: when a rank has noted no
@@ -75,9 +80,12 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
                 error = LostReplica(
                     f"lost another replica, and collectives wait for it; its own output says why ({reason})"
                 )
-                error = roll_call.name_lost_ranks(error)
             elif waits_without_end(dist.get_backend()):  # others fail by themselves
                 error = hung(group, timeout, counts, max(seconds))
+            if error is not None:
+                if group.rank in roll_call.hung:
+                    report(own_hang())
+                error = roll_call.name_lost_ranks(error) if reason else error
         if not is_ending.wait(_GRACE):
             report(error)
             os._exit(error.exit_status)
@@ -126,6 +134,16 @@ def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], 
     )
 
 
+def own_hang() -> LostReplica:
+    """Error that says where the main thread is: its function, and that of this package which called it."""
+    # not traceback.extract_stack, which reads source files: these may be on the server that hangs
+    frames = traceback.walk_stack(sys._current_frames()[threading.main_thread().ident or 0])
+    calls = [(code.co_name, Path(code.co_filename), line) for code, line in ((f.f_code, line) for f, line in frames)]
+    own = next((call for call in calls if "megatron01" in call[1].parts[:-1]), calls[0])
+    places = [f"{name} ({'/'.join(path.parts[-2:])}:{line})" for name, path, line in dict.fromkeys([calls[0], own])]
+    return LostReplica(f"this rank does not go on, and others wait for it: it is in {', called from '.join(places)}")
+
+
 def behind(counts: list[float]) -> list[int]:
     """The ranks with the lowest count of ``Progress``; none if all are equal."""
     return [rank for rank, count in enumerate(counts) if count == min(counts) < max(counts)]
@@ -148,15 +166,13 @@ class _RollCall:
     def name_lost_ranks(self, error: LostReplica) -> LostReplica:
         """``error`` with the ranks that no longer answer; the lowest rank that does answer reports it.
 
-        Called by every rank, within seconds. If a launcher agent's store is lost too, or all ranks answer (a broken
-        connection between live ranks), the error is returned unchanged.
+        Called by every rank, within seconds. If all ranks answer (a broken connection between live ranks), the error is
+        returned unchanged.
         """
         group = self._group
-        if not isinstance(self._store, dist.TCPStore):
-            return error
         with self._lock:
             if self._present is None:
-                self._present = self._ask_in_time(self._store) - set(self.hung)
+                self._present = self._ask_in_time() - set(self.hung)
         if not self._present:
             return LostReplica(f"{error} (no answer from rank 0 on {group.hosts[0]}, nor from the job's store there)")
         missing = [rank for rank in range(group.world_size) if rank not in self._present]
@@ -165,10 +181,10 @@ class _RollCall:
         message = f"{error} (no answer from {format_places(missing, group.hosts)})"
         return LostReplica(message, scope="rank" if group.rank == min(self._present) else "elsewhere")
 
-    def _ask_in_time(self, store: dist.TCPStore) -> set[int]:
+    def _ask_in_time(self) -> set[int]:
         """Ranks that answer; none if the store is gone or unreachable (torch would wait forever)."""
         self._answered = time.monotonic()
-        outcome = call_in_thread(lambda: self._ask(store))
+        outcome = call_in_thread(self._ask)
         while not outcome.done():
             if time.monotonic() - self._answered > LOST_RANK_SECONDS + 1:
                 return set()
@@ -178,21 +194,24 @@ class _RollCall:
         except (RuntimeError, OSError):
             return set()
 
-    def _ask(self, store: dist.TCPStore) -> set[int]:
-        # torch prints a stack trace if the store is gone
-        socket.create_connection((store.host, store.port), LOST_RANK_SECONDS).close()
-        present = self._collect(store, "ranks_present", self._group.world_size)
+    def _ask(self) -> set[int]:
+        server = self._store
+        while isinstance(server, dist.PrefixStore):  # torchrun's agent serves it
+            server = server.underlying_store
+        if isinstance(server, dist.TCPStore):  # torch prints a stack trace if it is gone
+            socket.create_connection((server.host, server.port), LOST_RANK_SECONDS).close()
+        present = self._collect("ranks_present", self._group.world_size)
         # rank 0 leaves last, as its process may hold the store
-        self._collect(store, "ranks_done", len(present) if self._group.rank == 0 else 1)
+        self._collect("ranks_done", len(present) if self._group.rank == 0 else 1)
         return present
 
-    def _collect(self, store: dist.TCPStore, key: str, num_ranks: int) -> set[int]:
+    def _collect(self, key: str, num_ranks: int) -> set[int]:
         """Add this rank to the list in ``key``, and wait until it has ``num_ranks`` or none has come for a while."""
-        store.append(key, f"{self._group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
+        self._store.append(key, f"{self._group.rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
         ranks: set[int] = set()
         since = time.monotonic()
         while len(ranks) < num_ranks and time.monotonic() - since < LOST_RANK_SECONDS:
-            found = {int(rank) for rank in store.get(key).split()}
+            found = {int(rank) for rank in self._store.get(key).split()}
             self._answered = time.monotonic()
             if len(found) > len(ranks):
                 ranks, since = found, self._answered

@@ -7,14 +7,18 @@ import os
 import socket
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, peer_watch
-from megatron01.parallel.process_groups import Progress
+from megatron01.parallel.process_groups import LostReplica, Progress
+from megatron01.parallel.rendezvous import open_store
 from tests.distributed.harness import run_ranks
 
 
@@ -33,13 +37,15 @@ def test_ranks_leave_one_after_the_other_and_the_watch_ends() -> None:
     assert run_ranks(leaving_after, 3, default_group=False) == [[1, 1, False]] * 3
 
 
-def failing_slowly(rank: int, world_size: int, folder: Path) -> None:
+def failing_slowly(rank: int, world_size: int, folder: Path, *, of_agent: bool) -> None:
     peer_watch.SECONDS_BETWEEN_ROUNDS = 0.05
     peer_watch.LOST_RANK_SECONDS = 1.0
     peer_watch.report = lambda error: (folder / str(rank)).write_text(f"{error.scope}: {error}")
     config = DistributedConfig(distributed_timeout_minutes=1, threads_per_replica=1)
+    environment = LaunchEnvironment.read(os.environ)
+    store = open_store(environment, None, datetime.timedelta(minutes=1))
     try:
-        with initialize(LaunchEnvironment.read(os.environ), config):
+        with initialize(environment, config, store=dist.PrefixStore("restart_0", store) if of_agent else store):
             if rank == 1:
                 raise ValueError("of this rank alone")
             time.sleep(60)  # as in a collective of NCCL
@@ -47,13 +53,48 @@ def failing_slowly(rank: int, world_size: int, folder: Path) -> None:
         time.sleep(7)  # finishes logs, for instance
 
 
-def test_ranks_end_when_another_fails_although_its_process_goes_on(tmp_path: Path) -> None:
-    run_ranks(failing_slowly, 3, tmp_path, default_group=False, may_die={0, 2})
+@pytest.mark.parametrize("of_agent", [False, True])
+def test_ranks_end_when_another_fails_although_its_process_goes_on(tmp_path: Path, of_agent: bool) -> None:
+    run_ranks(partial(failing_slowly, of_agent=of_agent), 3, tmp_path, default_group=False, may_die={0, 2})
     host = socket.gethostname()
     lost = f"(rank 1 on {host} failed) (no answer from rank 1 on {host})"
     for rank, scope in ((0, "rank"), (2, "elsewhere")):
         said = (tmp_path / str(rank)).read_text()
         assert said.startswith(f"{scope}: lost another replica") and said.endswith(lost)
+
+
+def hang_here() -> None:
+    time.sleep(60)
+
+
+def hanging(rank: int, world_size: int, folder: Path) -> None:
+    def report(error: LostReplica) -> None:
+        with (folder / str(rank)).open("a") as said:
+            said.write(f"{error.scope}: {error}\n")
+
+    peer_watch.SECONDS_BETWEEN_ROUNDS = 0.05
+    peer_watch.report = report
+    peer_watch.waits_without_end = lambda backend: True
+    config = DistributedConfig(distributed_timeout_minutes=0.05, threads_per_replica=1)
+    with initialize(LaunchEnvironment.read(os.environ), config) as group:
+        group.progress.note(in_step=True)
+        if rank == 1:
+            hang_here()
+        group.progress.note(in_step=True)
+        time.sleep(60)  # as in a collective of NCCL
+
+
+def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
+    run_ranks(hanging, 3, tmp_path, default_group=False, may_die={0, 1, 2})
+    said = [(tmp_path / str(rank)).read_text().splitlines() for rank in range(3)]
+    named = f"lost another replica: others have waited 0.05 minutes for rank 1 on {socket.gethostname()}"
+    assert [len(lines) for lines in said] == [1, 2, 1]
+    assert said[0][0].startswith(f"rank: {named}") and said[2][0].startswith(f"elsewhere: {named}")
+    where, ended = said[1]
+    line = hang_here.__code__.co_firstlineno + 1
+    assert where.startswith("rank: this rank does not go on, and others wait for it: it is in ")
+    assert where.split("it is in ")[1].startswith(f"hang_here (distributed/test_peer_watch.py:{line})")
+    assert ended.startswith(f"elsewhere: {named}")
 
 
 def seen_by(rank: int, counts: list[float], seconds: float) -> Any:
