@@ -207,8 +207,9 @@ _SAME_THING = (
     "tokenizer-type tokenizer tokenizer-name tokenizer-name-or-path tokenizer-model vocab-file",
     "vocab-file vocab vocabulary vocab-path",
     "merge-file merges merges-file",
+    "replicas world-size num-gpus gpus num-replicas nproc-per-node dp data-parallel-size nodes processes-per-node"
+    " processes gpus-per-node",
     "workers num-workers jobs num-proc processes threads dataloader-num-workers",
-    "replicas world-size num-gpus gpus num-replicas nproc-per-node dp data-parallel-size nodes",
     "tensor-model-parallel-size tp tp-size tensor-parallel-size tensor-parallel",
     "save-interval save-steps checkpoint-interval checkpoint-every save-every",
     "keep-every save-retain-interval",

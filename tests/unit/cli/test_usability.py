@@ -17,6 +17,7 @@ from megatron01.config.yaml_files import find_config, load_yaml, shipped_configs
 from megatron01.convert.formats import checkpoints_of_run
 from megatron01.doctor.command import _folder_problems as folder_problems
 from megatron01.errors import UserError
+from megatron01.plan.settings import GPTForecastConfig
 from megatron01.pretraining import BERT, GPT
 from megatron01.utils.files import SHIPPED, shipped
 from megatron01.utils.formatting import painter
@@ -65,6 +66,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
 @pytest.mark.parametrize(
     ("config_class", "flag", "hint"),
     [
+        (GPTForecastConfig, "--processes", "here it is --nodes or --processes-per-node"),
         (GPT.config_class, "--model", "here it is --load or --pretrained-checkpoint"),
         (GPT.config_class, "--input", "here it is --data-path or --train-data-path"),
         (GPT.config_class, "--output", "here it is --save"),
