@@ -5,6 +5,7 @@ torch is imported inside functions only, so that ``--help`` and mistyped flags a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,10 +34,26 @@ class Pretraining:
 
         Raises UserError for a mistake in the settings or the data.
         """
-        config = parse(cls.config_class, argv, prog=prog, description=cls.description, other_files=DeepSpeedSource())
+        config = parse(
+            cls.config_class,
+            argv,
+            prog=prog,
+            description=cls.description,
+            other_files=DeepSpeedSource(),
+            check=_check_processes,
+        )
         from megatron01.training import pretrain
 
         return pretrain(config, cls.build_datasets, cls.build_model, cls.forward_step)
+
+
+def _check_processes(config: PretrainConfig) -> None:
+    """Raises UserError if the launcher has not started whole replicas, or the batch is not a multiple of theirs."""
+    from megatron01.parallel import LaunchEnvironment
+
+    environment = LaunchEnvironment.read(os.environ)
+    if environment.launcher != "single process":
+        config.training.resolved_global_batch_size(config.distributed.num_replicas(environment.world_size))
 
 
 class GPT(Pretraining):

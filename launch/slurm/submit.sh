@@ -2,7 +2,7 @@
 # Submit a pretraining run to SLURM, which restarts it until it is done:
 #
 #   launch/slurm/submit.sh [--dry-run] NAME SCRIPT [FLAGS...]
-#   NODES=16 launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
+#   NODES=4 launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
 #
 # One task per replica. What the run writes goes to runs/NAME: checkpoints, metrics and a log per task. --dry-run shows
 # the commands and submits nothing. To be set in the environment:
@@ -29,7 +29,7 @@
 #
 # In a container of pyxis:
 #
-#   PYTHON=python3 SRUN_OPTIONS="--container-image=/images/torch.sqsh --container-mounts=$PWD,/data \
+#   NODES=4 PYTHON=python3 SRUN_OPTIONS="--container-image=/images/torch.sqsh --container-mounts=$PWD,/data \
 #       --container-workdir=$PWD" launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd -P)
@@ -111,7 +111,8 @@ fi
 for ((variant = 0; variant < ${#folders[@]}; variant++)); do
     if [ "$checked" = yes ]; then
         eval "task=($(SLURM_ARRAY_TASK_ID=$variant "$here/job.sh" --print-task "$script" "$@"))"
-        "${task[@]}" --print-config >/dev/null
+        RANK=0 WORLD_SIZE=$((${NODES:-16} * tasks)) LOCAL_RANK=0 LOCAL_WORLD_SIZE=$tasks MASTER_ADDR=localhost \
+            "${task[@]}" --print-config >/dev/null # as one of the tasks, as their number has to fit the batch
     fi
     mkdir -p "${folders[variant]}/logs"
 done

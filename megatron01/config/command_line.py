@@ -43,6 +43,7 @@ def parse(
     description: str,
     other_files: OtherFiles | None = None,
     arguments: list[str] | None = None,
+    check: Callable[[ConfigT], object] = lambda config: None,
 ) -> ConfigT:
     """The configuration that a command line asks for.
 
@@ -52,7 +53,8 @@ def parse(
     Raises UserError for an unknown flag, setting or section, a wrong value, or a file that cannot be read.
 
     ``config_class`` is a dataclass, of sections or flat; its field docstrings are the help. What is neither a flag nor
-    a value of one is an error, or is added to ``arguments`` if it is given.
+    a value of one is an error, or is added to ``arguments`` if it is given. ``check`` sees the result before it is
+    printed or returned, and raises UserError where it does not fit what the settings do not tell.
     """
     try:
         settings = Settings(config_class)
@@ -76,6 +78,7 @@ def parse(
         if other_files and hasattr(given, other_files.flag):
             values = other_files.read(getattr(given, other_files.flag), settings, values, flags)
         config = settings.build(values | flags)
+        check(config)
         if given.print_config:
             print(dump_yaml(config), end="")
             raise SystemExit(0)

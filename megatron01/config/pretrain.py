@@ -10,7 +10,7 @@ from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig
 from megatron01.config.fields import Below1, Bounded, Bounds, NotNegative, Positive, ZeroIsOff
 from megatron01.config.optimizer import FusedKernels, OptimizerConfig
 from megatron01.config.registry import baseline, find_optimizer, optimizers
-from megatron01.errors import require
+from megatron01.errors import UserError, require
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Recomputation = Literal["none", "full", "selective"]
@@ -294,6 +294,16 @@ class DistributedConfig(Bounded):
             f"shard_optimizer cannot be combined with tensor_model_parallel_size {self.tensor_model_parallel_size};"
             " leave one of the two out",
         )
+
+    def num_replicas(self, processes: int) -> int:
+        """Replicas that the processes of a job hold. Raises UserError if they do not make up whole ones."""
+        if processes % self.tensor_model_parallel_size:
+            raise UserError(
+                f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, but {processes} process(es) were"
+                " started; start a multiple of it, as so many processes hold one replica",
+                scope="job",
+            )
+        return processes // self.tensor_model_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

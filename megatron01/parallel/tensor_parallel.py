@@ -176,14 +176,8 @@ def find_tensor_parallel_ranks(group: ReplicaGroup, settings: DistributedConfig)
 
     Raises UserError on every rank, if the ranks of the job, or of a node, do not make up whole replicas.
     """
-    size = settings.tensor_model_parallel_size
-    if group.world_size % size:
-        raise UserError(
-            f"tensor_model_parallel_size is {size}, but {group.world_size} process(es) were started; start a multiple"
-            " of it, as so many processes hold one replica",
-            scope="job",
-        )
-    replicas = [list(range(first, first + size)) for first in range(0, group.world_size, size)]
+    size, num_replicas = settings.tensor_model_parallel_size, settings.num_replicas(group.world_size)
+    replicas = [list(range(size * replica, size * (replica + 1))) for replica in range(num_replicas)]
     node_of = {rank: number for number, node in enumerate(group.nodes) for rank in node}
     for ranks in replicas:
         if len({node_of[rank] for rank in ranks}) > 1:
@@ -203,7 +197,7 @@ def find_tensor_parallel_ranks(group: ReplicaGroup, settings: DistributedConfig)
         size=size,
         rank=group.rank % size,
         replica=group.rank // size,
-        num_replicas=len(replicas),
+        num_replicas=num_replicas,
         device=group.device,
         process_group=process_group,
     )

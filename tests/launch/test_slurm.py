@@ -83,6 +83,27 @@ def test_mistakes_are_named_before_anything_is_submitted(arguments: list[str], m
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--config", "configs/bert/base.yaml"],
+            "micro_batch_size 128 x 128 replicas = 16384; change one",
+        ),
+        (["--tensor-model-parallel-size", "3"], "tensor_model_parallel_size is 3, but 128 process(es) were"),
+        (["--lr-warmup-iters", "2000000"], "within the warm-up of 2000000 steps"),
+        (["--sync-policy", "often"], "sync_policy is 'often'"),
+    ],
+)
+def test_settings_that_the_job_would_end_with_are_not_submitted(tmp_path: Path, flags: list[str], message: str) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho submitted >&2\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path / "runs")}
+    command = [SUBMIT, "bert", "pretrain_bert.py", *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_help_is_the_usage(script: Path) -> None:
     done = subprocess.run([script, "--help"], capture_output=True, text=True, check=False, cwd="/")
