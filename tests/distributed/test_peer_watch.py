@@ -53,7 +53,7 @@ def failing_slowly(rank: int, world_size: int, folder: Path, *, of_agent: bool) 
         time.sleep(7)  # finishes logs, for instance
 
 
-@pytest.mark.parametrize("of_agent", [False, True])
+@pytest.mark.parametrize("of_agent", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_end_when_another_fails_although_its_process_goes_on(tmp_path: Path, of_agent: bool) -> None:
     run_ranks(partial(failing_slowly, of_agent=of_agent), 3, tmp_path, default_group=False, may_die={0, 2})
     host = socket.gethostname()
