@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()
+    if arguments.folder and not arguments.folder.is_dir():
+        parser.error(f"--folder {arguments.folder} is not a folder")
     workload = Workload(model="gpt2", size=arguments.size, precision="fp32", steps=1)
     with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=arguments.folder) as folder:
         saves = partial(measure, workload, arguments.replicas, arguments.rounds, folder)

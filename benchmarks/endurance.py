@@ -1,7 +1,6 @@
 """Leak check of a long run: memory, open files and threads of its processes over 20,000 quick steps.
 
     python benchmarks/endurance.py                     # a quarter of an hour on two busy cores
-    python benchmarks/endurance.py --steps 500 --output /tmp/endurance
 
 Two replicas with a loader process each train a GPT-2 of 0.2 M parameters on random tokens with 0/1 Adam, evaluate every
 200 steps and save every 500, in the background. Twice a second their processes are sampled from outside. The results
@@ -94,11 +93,14 @@ def report(lines: list[dict[str, float]], steps: int, output: Path) -> bool:
     median = {
         key: {kind: float(np.median([one[kind] for one in some])) for kind in KINDS} for key, some in tenths.items()
     }
+    first = int(10 * SETTLED)
+    for tenth in (first, 9):
+        if not {(0, tenth), (1, tenth)} <= median.keys():
+            raise SystemExit(f"error: no sample of each rank in tenth {tenth + 1} of {steps} steps; give more --steps")
     rows = []
     for tenth in range(10):
         cells = [f"{median[rank, tenth][kind]:.0f}" for rank in (0, 1) for kind in KINDS if (rank, tenth) in median]
         rows.append([f"{tenth * steps // 10:,} to {(tenth + 1) * steps // 10:,}", *cells])
-    first = int(10 * SETTLED)
     grown = {
         f"{unit} of rank {rank}": median[rank, 9][kind] - median[rank, first][kind]
         for rank in (0, 1)

@@ -92,6 +92,21 @@ def test_both_kinds_of_saves(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]  # what was written is gone
 
 
+def test_a_folder_for_saves_that_is_not_there_is_named(
+    benchmarks: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["checkpoint.py", "--folder", "/nowhere"])
+    with pytest.raises(SystemExit):
+        benchmarks("checkpoint").main()
+    assert capsys.readouterr().err.endswith("error: --folder /nowhere is not a folder\n")
+
+
+def test_an_endurance_run_that_ends_too_soon_to_be_sampled_is_named(benchmarks: Any, tmp_path: Path) -> None:
+    lines = [{"step": 480, "rank": rank, "memory": 100.0, "files": 30, "threads": 9} for rank in (0, 1)]
+    with pytest.raises(SystemExit, match="no sample of each rank in tenth 3 of 500 steps; give more --steps"):
+        benchmarks("endurance").report(lines, 500, tmp_path / "endurance")
+
+
 def test_every_phase_of_compression_and_the_exchange(tmp_path: Path) -> None:
     elements = 200_000
     sizes = ["--elements", "65536", "--exchange-elements", str(elements), "--rounds", "2"]
