@@ -90,22 +90,22 @@ def average_batch_norm(model: nn.Module) -> None:
     """
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     sizes = [norm.num_features for norm in norms]
-    means = torch.cat([norm.running_mean for norm in norms])
-    variances = torch.cat([norm.running_var for norm in norms])
+    means = torch.cat([norm.get_buffer("running_mean") for norm in norms])
+    variances = torch.cat([norm.get_buffer("running_var") for norm in norms])
     moments = torch.stack([means, variances + means.square()])  # E[a] and E[a^2] of every channel
     dist.all_reduce(moments)
     moments /= dist.get_world_size()
     means, variances = moments[0], moments[1] - moments[0].square()
     for norm, mean, variance in zip(norms, means.split(sizes), variances.split(sizes), strict=True):
-        norm.running_mean.copy_(mean)
-        norm.running_var.copy_(variance)
+        norm.get_buffer("running_mean").copy_(mean)
+        norm.get_buffer("running_var").copy_(variance)
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     """Share of correctly classified images."""
     model.eval()
-    correct = (model(images).argmax(1) == labels).float().mean().item()
+    correct = float((model(images).argmax(1) == labels).float().mean())
     model.train()
     return correct
 
@@ -142,6 +142,7 @@ def with_zero_one_adam(model: nn.Module, groups: list[dict[str, Any]], schedule:
 
 def with_one_bit_adam(model: nn.Module, groups: list[dict[str, Any]], schedule: LRSchedule) -> Training:
     """As with 0/1 Adam; the first 15 % of the steps are in full precision, as in its published experiments."""
+    assert schedule.total_steps is not None
     return compressed(model, OneBitAdam(groups, schedule, freeze_step=round(0.15 * schedule.total_steps)))
 
 

@@ -14,7 +14,9 @@ import argparse
 import json
 import lzma
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +30,6 @@ from megatron01 import LRSchedule, ZeroOneAdam
 DATA = Path(__file__).resolve().parents[1] / "data"
 END_OF_TEXT = "<|endoftext|>"
 HELD_OUT_SHARE = 0.1
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def load_tokens(max_documents: int | None) -> tuple[Tensor, Tensor, int]:
@@ -50,17 +51,17 @@ def draw_batch(tokens: Tensor, arguments: argparse.Namespace, step: int, part: i
     return torch.stack([tokens[start : start + arguments.seq_length] for start in starts])
 
 
-def accumulate_in_fp32(model: torch.nn.Module) -> None:
+def accumulate_in_fp32(parameters: Iterable[Any]) -> None:
     """Accumulate gradients in fp32 in ``main_grad``, which the optimizer reads first and ``zero_grad`` clears.
 
     The gradients of a bf16 model are bf16; accumulating many of them in bf16 loses small ones.
     """
 
-    def add(parameter: torch.nn.Parameter) -> None:
+    def add(parameter: Any) -> None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
-    for parameter in model.parameters():
+    for parameter in parameters:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         parameter.register_post_accumulate_grad_hook(add)
 
@@ -101,7 +102,7 @@ def resume(folder: Path, optimizer: ZeroOneAdam) -> int:
     state = torch.load(checkpoint / f"replica_{dist.get_rank()}.pt", weights_only=True)
     optimizer.load_state_dict(state["optimizer"])  # sets the model's weights, too
     torch.set_rng_state(state["random_state"])  # for dropout
-    return state["step"]
+    return int(state["step"])
 
 
 def is_equal_everywhere(optimizer: ZeroOneAdam) -> bool:
@@ -122,7 +123,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--precision", choices=tuple(DTYPES), default="fp32", help="of the model; masters are fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the model; masters are fp32")
     parser.add_argument("--documents", type=int, help="read only so many")
     parser.add_argument("--eval-sequences", type=int, default=128)
     parser.add_argument("--seed", type=int, default=0)
@@ -152,12 +153,12 @@ def main() -> None:
         n_head=arguments.heads,
         bos_token_id=0,
         eos_token_id=0,
-        loss_type="ForCausalLM",
     )
-    model = GPT2LMHeadModel(config).to(DTYPES[arguments.precision])  # the head shares the embedding's weight
+    config.loss_type = "ForCausalLM"
+    model = GPT2LMHeadModel(config)  # the head shares the embedding's weight
     model.train()
     if arguments.precision == "bf16":
-        accumulate_in_fp32(model)
+        accumulate_in_fp32(model.bfloat16().parameters())
     named = list(model.named_parameters())  # a shared weight is listed once
     groups = [
         {"params": [(name, p) for name, p in named if p.dim() > 1], "weight_decay": 0.01},
@@ -180,6 +181,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         report = optimizer.last_step
+        assert report is not None
         bytes_sent += report.bytes_sent
         if rank == 0 and (step % arguments.log_interval == 0 or step == arguments.steps - 1):
             print(f"step {step}  loss {step_loss:.4f}  {report.kind}/{report.interval}  {bytes_sent / 1e6:.2f} MB sent")

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
+from torch.nn.functional import mse_loss
 
 from megatron01 import LRSchedule, ZeroOneAdam
 from megatron01.integrations import ShownSchedule
@@ -27,12 +29,12 @@ class Regression(pl.LightningModule):
         self.layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
 
     def training_step(self, batch: list[Tensor], _: int) -> Tensor:
-        return (self.layers(batch[0]) - batch[1]).square().mean()
+        return mse_loss(self.layers(batch[0]), batch[1])
 
     def validation_step(self, batch: list[Tensor], _: int) -> None:  # with the replicated weights
-        self.log("loss", (self.layers(batch[0]) - batch[1]).square().mean(), sync_dist=True)
+        self.log("loss", mse_loss(self.layers(batch[0]), batch[1]), sync_dist=True)
 
-    def configure_optimizers(self):
+    def configure_optimizers(self) -> Any:
         schedule = LRSchedule(style="cosine", peak_lr=1e-2, warmup_steps=10, total_steps=STEPS)
         optimizer = ZeroOneAdam(self.named_parameters(), schedule, max_grad_norm=1.0)
         return [optimizer], [{"scheduler": ShownSchedule(optimizer), "interval": "step"}]
@@ -43,6 +45,7 @@ def main() -> None:
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     inputs = torch.randn(16 * STEPS * devices, 16)
     data = torch.utils.data.TensorDataset(inputs, inputs.sum(-1, keepdim=True))
+    training, validation = (torch.utils.data.DataLoader(data, batch_size=16) for _ in range(2))
     trainer = pl.Trainer(
         strategy=CompressedDDP(),
         devices=devices,
@@ -53,9 +56,10 @@ def main() -> None:
         enable_progress_bar=False,
     )
     module = Regression()
-    trainer.fit(module, *(torch.utils.data.DataLoader(data, batch_size=16) for _ in range(2)))
+    trainer.fit(module, training, validation)
     if trainer.is_global_zero:
         optimizer = module.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, ZeroOneAdam)
         print(json.dumps({"loss": float(trainer.callback_metrics["loss"]), "fingerprint": optimizer.fingerprint()}))
 
 
