@@ -9,8 +9,10 @@ Prints Markdown. Linux only, as it reads /proc. README.md explains the columns.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import compress_codec
 import compress_exchange
@@ -35,7 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     sizes = arguments.exchange_elements or (10_000_000, 109_000_000)
-    sections = {
+    sections: dict[str, Callable[[], tuple[Any, str]]] = {
         "codec": partial(compress_codec.measure, arguments.elements, arguments.rounds),
         "exchange": partial(compress_exchange.measure, sizes, arguments.rounds, deepspeed=arguments.deepspeed),
     }

@@ -92,8 +92,7 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.processes:
         return train_simulated(run, data)
     with ReplicaPool(run.replicas) as pool:
-        found: dict[str, Any] = pool.run(train, run, data)[0]
-        return found
+        return pool.run(train, run, data)[0]
 
 
 @dataclass

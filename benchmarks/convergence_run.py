@@ -102,8 +102,8 @@ class Run:
 
 def build_config(run: Run, data: Path) -> PretrainConfig:
     """The debug recipe of the task, with a smaller model, this run's optimizer, and a decay to 0."""
-    config: Any = recipe(run.task, f"{run.task}/debug")
-    shape = {part: dict(values) for part, values in SHAPES[run.size].items()}
+    config = recipe(run.task, f"{run.task}/debug")
+    shape: dict[str, dict[str, Any]] = {part: dict(values) for part, values in SHAPES[run.size].items()}
     files: dict[str, Any] = {
         name: str(ROOT / value)
         for name in ("vocab_file", "merge_file")
@@ -280,7 +280,7 @@ def attend_to_neighbours(model: Bert, sharpness: float = 1.6) -> None:
     turn = torch.block_diag(*turns)  # (h, h): maps sinusoids of position p to those of p - 1
     for layer in model.transformer.layers:
         random = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
-        weight = layer.attention.query_key_value.weight.view(heads, 3, -1, width)
+        weight = layer.get_parameter("attention.query_key_value.weight").view(heads, 3, -1, width)
         for head, projection in enumerate(sharpness * random.view(heads, -1, width)):
             weight[head, 0] = projection
             weight[head, 1] = projection @ (turn if head % 2 else turn.T)

@@ -62,7 +62,7 @@ def _has_mask(index: Any) -> bool:
 
 class _Operations(TorchDispatchMode):
     def __init__(self, counts: Counts) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._counts = counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,7 +78,7 @@ def counted(optimizer: Any) -> Iterator[Counts]:
     counts = Counts()
     topology = optimizer._topology
     exchange = getattr(optimizer._exchange, "exchange", None)
-    places = [(optimizer._kernels, _KERNELS, "kernels")]
+    places: list[tuple[Any, tuple[str, ...], str]] = [(optimizer._kernels, _KERNELS, "kernels")]
     places += [(place, names, "kernels") for place, names in _row_kernels(exchange, optimizer)]
     transports = [one for one in (topology.world, topology.local, topology.across) if one is not None]
     places += [(one, ("_start",), "collectives") for one in transports]

@@ -38,7 +38,7 @@ MICRO_BATCH = 32
 class IndexRate(NamedTuple):
     """Cost of building one index."""
 
-    index: str  # its name
+    name: str  # of the index
     num_samples: int
     seconds: float
     megabytes: float  # of its arrays
@@ -93,9 +93,15 @@ def measure_samples(seconds: float, workers: Sequence[int]) -> tuple[list[dict[s
             starts = range(0, len(dataset) - MICRO_BATCH, MICRO_BATCH)
             batches = (dataset.batch(range(start, start + MICRO_BATCH)) for start in starts)
             rates.append(SampleRate(name, None, _rate(batches, seconds, time.process_time)))
-            place = {"consumed_samples": 0, "micro_batch_size": MICRO_BATCH, "replica": 0, "num_replicas": 1}
             for count in workers:
-                loader = BatchLoader(dataset, **place, num_workers=count)
+                loader = BatchLoader(
+                    dataset,
+                    consumed_samples=0,
+                    micro_batch_size=MICRO_BATCH,
+                    replica=0,
+                    num_replicas=1,
+                    num_workers=count,
+                )
                 rates.append(SampleRate(name, count, _rate(loader, seconds, time.perf_counter)))
     through = {None: "no loader, one core", 0: "loader, same process"}
     rows = [
@@ -127,7 +133,7 @@ def _datasets(folder: Path) -> dict[str, SampleDataset]:
                     builder.add_sentence(random.randint(1000, 5000, random.randint(5, longest)))
                 builder.end_document()
     vocabularies = ROOT / "data" / "vocab"
-    bert_files = {"vocab_file": str(vocabularies / "bert-small-5120-vocab.txt"), "data_path": (str(folder / "bert"),)}
+    bert_vocabulary = str(vocabularies / "bert-small-5120-vocab.txt")
     gpt_config = GPTDataConfig(
         data_path=(str(folder / "gpt"),),
         split="1",
@@ -143,7 +149,7 @@ def _datasets(folder: Path) -> dict[str, SampleDataset]:
     }
     found: dict[str, Any] = {}
     for name, settings in recipes.items():
-        config = BertDataConfig(split="1", **bert_files, **settings)
+        config = BertDataConfig(data_path=(str(folder / "bert"),), split="1", vocab_file=bert_vocabulary, **settings)
         found[name] = build_bert_datasets(config, build_tokenizer(config), SampleCounts(200_000), 1).train
     found["GPT-2 1024"] = build_gpt_datasets(gpt_config, build_tokenizer(gpt_config), SampleCounts(200_000), 1).train
     return found

@@ -30,7 +30,7 @@ from sklearn.metrics import matthews_corrcoef
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
-from megatron01.config.commands import GlueConfig
+from megatron01.config.commands import GlueConfig, TaskName
 from megatron01.errors import UserError
 from megatron01.finetune.bench import shuffled_batches
 from megatron01.finetune.glue import TASKS, Example, GlueBench, Task, TaskData
@@ -66,7 +66,9 @@ def main() -> None:
             compare_with_trainer(arguments)
 
 
-def with_dev_sets(given: Path, names: list[str], folder: Path, most: int | None = None) -> tuple[Path, list[str]]:
+def with_dev_sets(
+    given: Path, names: list[TaskName], folder: Path, most: int | None = None
+) -> tuple[Path, list[TaskName]]:
     """A folder with the available tasks, and their names; with the first ``most`` rows of each training set.
 
     If a task has no development set, the last quarter of its training set is held out for evaluation.
@@ -213,7 +215,7 @@ def train_by_trainer(bench: GlueBench, arguments: argparse.Namespace, run: Run, 
         )
         model = bench.new_model(run)
         collate = partial(bench.collate, TASK.name)
-        loop = InOrder(model=model, args=settings, train_dataset=examples, data_collator=collate)  # type: ignore[arg-type]
+        loop = InOrder(model=model, args=settings, train_dataset=examples, data_collator=collate)
         loop.remove_callback(PrinterCallback)
         loop.train()
     return model

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+from typing import Any
 
 import torch.distributed as dist
 from replica_pool import run_replicas
@@ -93,10 +94,11 @@ def measured(case: Case) -> int:
 def _train(case: Case, *, small: bool = False) -> None:
     config = config_of(case)
     vocab_size = model_without_memory(config)[0].vocab_size
+    shape: Any = config.model
     if small:
-        shape = dataclasses.replace(config.model, hidden_size=64, num_attention_heads=2)
-        config, vocab_size = dataclasses.replace(config, model=shape), 500
-    model = new_model(config.model, vocab_size, binary_head=True)
+        shape, vocab_size = dataclasses.replace(shape, hidden_size=64, num_attention_heads=2), 500
+        config = dataclasses.replace(config, model=shape)
+    model = new_model(shape, vocab_size, binary_head=True)
     optimizer = new_optimizer(model, config, dist.group.WORLD)
     module = optimizer.attach(LossModule(model))
     for _ in range(config.training.train_iters):

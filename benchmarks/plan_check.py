@@ -185,7 +185,8 @@ def report(lines: Sequence[Line], data: Path, margins: Sequence[float]) -> str:
 
 
 def _errors(model: Predictions, machine: Machine) -> str:
-    rows, fitted, foretold = [], [], []
+    rows = []
+    errors: dict[str, list[float]] = {"fitted": [], "foretold": []}
     for name in PLANNED:
         for kind in ("full", "one_bit", "local"):
             cells = []
@@ -196,17 +197,17 @@ def _errors(model: Predictions, machine: Machine) -> str:
                     continue
                 seconds = median(point.seconds for point in points)
                 error = model.seconds(points[0], machine) / seconds - 1
-                (fitted if rate in model.fitted_to else foretold).append(error)
+                errors["fitted" if rate in model.fitted_to else "foretold"].append(error)
                 cells.append(f"{seconds:.3f} ({error:+.0%})")
             if any(cells):
                 rows.append([ENTRIES[name].title, kind, *cells])
     text = "Seconds of a step as measured, and how far the model is off:\n\n"
     text += markdown([["contestant", "step", *model.rates], *rows])
-    for name, errors in (("fitted", fitted), ("foretold", foretold)):
-        if errors:
+    for name, of_name in errors.items():
+        if of_name:
             text += (
-                f"\n{name}: {median(map(abs, errors)):.0%} off in the median, {max(errors, key=abs):+.0%} at worst"
-                f" ({len(errors)} figures)."
+                f"\n{name}: {median(map(abs, of_name)):.0%} off in the median, {max(of_name, key=abs):+.0%} at worst"
+                f" ({len(of_name)} figures)."
             )
     return text + "\n"
 

@@ -73,11 +73,11 @@ class Checked:
 
     network: str
     row: Row
+    fitted_gbits: float
     stated: float  # ms of the all-reduce
     stated_share: float
     fitted: float
     fitted_share: float
-    fitted_gbits: float
 
 
 def fitted_rates(network: str) -> tuple[float, float]:
@@ -95,7 +95,7 @@ def check_profile(network: str) -> list[Checked]:
         for rate in (STATED[network] * 1e9 / 8, fitted_rate):
             time = 1e3 * row.cluster(rate, inside_rate).ring_all_reduce(_gradient_bytes()).seconds
             times += [time, replace(row, all_reduce=time).share]
-        checked.append(Checked(network, row, *times, fitted_rate * 8 / 1e9))
+        checked.append(Checked(network, row, fitted_rate * 8 / 1e9, *times))
     return checked
 
 

@@ -41,12 +41,12 @@ from study_records import KINDS, Evidence, Record, Run, Spec
 
 from megatron01.compare.runs import read_metrics, read_run
 from megatron01.config import BertPretrainConfig
-from megatron01.config.commands import GlueConfig
+from megatron01.config.commands import GlueConfig, TaskName
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.convert.formats import load_model
 from megatron01.convert.native import write_checkpoint
-from megatron01.convert.portable import PortableModel, TokenizerFiles
-from megatron01.data.tokenizers import Tokenizer, build_tokenizer
+from megatron01.convert.portable import PortableModel
+from megatron01.data.tokenizers import Tokenizer, TokenizerFiles, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.evaluate.perplexity import read_documents
 from megatron01.finetune.glue import TASKS, GlueBench
@@ -188,12 +188,13 @@ class Workshop:
         call([*command, *shlex.split(section["flags"])], folder / "glue.txt")
         return of_glue(folder / "glue" / "runs")
 
-    def _count(self, tasks: list[str], run: Run) -> None:
+    def _count(self, tasks: list[TaskName], run: Run) -> None:
         """Score the word-count baseline, if that is missing; ``run`` provides the tokenizer."""
         if set(tasks) <= set(self.evidence.counts):
             return
-        given = {"load": str(run.folder(self.folder) / "checkpoints"), "input": str(self.folder / "glue")}
-        config = GlueConfig(**given, output=Path("unused"), tasks=tuple(tasks), max_length=8)  # the text is read whole
+        load, texts = str(run.folder(self.folder) / "checkpoints"), str(self.folder / "glue")
+        # the text is read whole
+        config = GlueConfig(load=load, input=texts, output=Path("unused"), tasks=tuple(tasks), max_length=8)
         bench = GlueBench(config, torch.device("cpu"))
         self.evidence.counts |= {task: score_of_counts(bench.data(task), TASKS[task]) for task in tasks}
         write_atomically(self.folder / "counts.json", json.dumps(self.evidence.counts))

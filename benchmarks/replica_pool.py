@@ -11,13 +11,14 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron01.parallel import LaunchEnvironment
 
+T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -46,14 +47,14 @@ class ReplicaPool:
             self._processes.append(process)
             self._connections.append(here)
 
-    def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, work: Callable[..., T], *args: Any) -> list[T]:
         """Results of ``work(*args)`` on each replica, by rank; ``work`` is a module-level function.
 
         Raises ReplicaFailed if it raises on a replica, or a replica ends.
         """
         for connection in self._connections:
             connection.send((work, args))
-        results: dict[int, Any] = {}
+        results: dict[int, T] = {}
         waiting = dict(zip(self._connections, range(len(self._connections)), strict=True))
         while waiting:
             for ready in multiprocessing.connection.wait(list(waiting)):
@@ -76,7 +77,7 @@ class ReplicaPool:
         self._folder.cleanup()
 
 
-def run_replicas(worker: Callable[..., Any], replicas: int, *args: Any) -> list[Any]:
+def run_replicas(worker: Callable[..., T], replicas: int, *args: Any) -> list[T]:
     """Results of ``worker(*args)`` in each of ``replicas`` new processes, seeded with their ranks."""
     with ReplicaPool(replicas, seed) as pool:
         return pool.run(worker, *args)
@@ -123,9 +124,8 @@ def _serve(
         while True:
             work, args = connection.recv()
             try:
-                answer = None, work(*args)
+                connection.send((None, work(*args)))
             except Exception:
-                answer = traceback.format_exc(), None
-            connection.send(answer)
+                connection.send((traceback.format_exc(), None))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the parent process has ended

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def report(title: str, parts: dict[str, Callable[[], tuple[Any, str]]], output: Path | None, **known: Any) -> None:
+def report(title: str, parts: Mapping[str, Callable[[], tuple[Any, str]]], output: Path | None, **known: Any) -> None:
     """Measure each part, which gives its numbers and their Markdown; print it, and write all as JSON to ``output``."""
     result: dict[str, Any] = {**known, "machine": f"{machine()}, {datetime.date.today()}"}
     print(f"# {title}: {result['machine']}\n", flush=True)

@@ -33,29 +33,21 @@ REPLICAS = (2, 4, 8, 16)
 EXCHANGES = ("1 bit", "16 bit")
 
 
-class Counting:
-    """A ``Transport`` that counts messages and records their sizes."""
+class Counting(Transport):
+    """Counts the messages of another transport and records the largest buffer, which has a row for each replica."""
 
     def __init__(self, transport: Transport) -> None:
+        super().__init__(transport.rank, transport.size, checks=transport._checks)
         self._transport = transport
-        self.rank, self.size = transport.rank, transport.size
-        self.messages = self.largest_message = self.largest_buffer = 0
+        self.messages = self.largest_buffer = 0
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        self._note(sent.nbytes // self.size, sent.nbytes)
-        return self._transport.all_to_all(received, sent)
-
-    def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
-        self._note(sent.nbytes, received.nbytes)
-        return self._transport.all_gather(received, sent)
-
-    def _note(self, message: int, buffer: int) -> None:
+    def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         self.messages += self.size - 1
-        self.largest_message = max(self.largest_message, message)
-        self.largest_buffer = max(self.largest_buffer, buffer)
+        self.largest_buffer = max(self.largest_buffer, received.nbytes)
+        return self._transport._start(received, sent)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._transport.broadcast(tensor)
 
 
 def measure(elements: int, replicas: int) -> list[dict[str, Any]]:
@@ -114,7 +106,7 @@ def _exchange(kind: str, layout: BlockLayout, topology: Topology, value: torch.T
     held = sum(_storages().values()) - before
     transports = [each for each in (topology.world, topology.local, topology.across) if isinstance(each, Counting)]
     for transport in transports:
-        transport.messages = transport.largest_message = transport.largest_buffer = 0
+        transport.messages = transport.largest_buffer = 0
     sent = topology.sent().bytes_sent
     known = _storages()
     with Temporaries(known) as temporaries:
@@ -124,7 +116,7 @@ def _exchange(kind: str, layout: BlockLayout, topology: Topology, value: torch.T
         "temporary": temporaries.largest,
         "bits": 8 * (topology.sent().bytes_sent - sent) / layout.num_elements,
         "messages": sum(transport.messages for transport in transports),
-        "largest_message": max(transport.largest_message for transport in transports),
+        "largest_message": max(transport.largest_buffer // transport.size for transport in transports),
         "largest_buffer": max(transport.largest_buffer for transport in transports),
     }
 
@@ -159,7 +151,7 @@ class Temporaries(TorchDispatchMode):
     """Records the peak memory that operations allocate in addition to the ``known`` storages."""
 
     def __init__(self, known: dict[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = known
         self.largest = 0
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from megatron01.comm import Topology
 from megatron01.comm.transport import Done, Replica, Transport, Work
+
+T = TypeVar("T")
 
 
 class ReplicaStopped(RuntimeError):
@@ -23,8 +25,8 @@ class ReplicaStopped(RuntimeError):
 
 
 def run_simulated(
-    work: Callable[..., Any], num_replicas: int, *args: Any, nodes: int | None = None, replica: Replica = "process"
-) -> list[Any]:
+    work: Callable[..., T], num_replicas: int, *args: Any, nodes: int | None = None, replica: Replica = "process"
+) -> list[T]:
     """Results of ``work(topology, *args)`` on each of ``num_replicas`` ranks, by rank.
 
     ``nodes`` groups them into nodes of equal size, for hierarchical exchanges. Ranks share torch's global random number
@@ -46,7 +48,7 @@ def run_simulated(
         groups = (world, locals_[rank // size], acrosses[rank % size])
         return Topology.hierarchical(*(SimulatedTransport(group, rank) for group in groups), replica=replica)
 
-    results: list[Any] = [None] * num_replicas
+    results: dict[int, T] = {}
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)  # as in a process of a ``ReplicaPool``; applies to this thread
@@ -64,7 +66,7 @@ def run_simulated(
     torch.set_num_threads(num_threads)
     if turns.error is not None:
         raise turns.error
-    return results
+    return [results[rank] for rank in range(num_replicas)]
 
 
 class _Turns:

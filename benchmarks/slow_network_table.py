@@ -27,7 +27,7 @@ another one then, too."""
 _CURVE = 10
 """Evaluations of a run without hosts from which on it says when a loss is reached."""
 Line = dict[str, Any]
-Curve = Sequence[Sequence[Any]]
+Curve = Sequence[tuple[int, float, float | None, dict[str, int]]]
 """(step, seconds, held-out loss or None, steps so far by kind) at each evaluation."""
 Kinds = dict[str, Sequence[float]]
 """Number of steps and mean seconds of a step, by kind."""
@@ -76,7 +76,7 @@ def settings(lines: Sequence[Line], margins: Sequence[float]) -> list[Setting]:
 
 def same_links(line: Line) -> bool:
     """True if a record's links were configured as now, or it had none."""
-    return line["run"]["rate"] == NO_HOSTS or line.get("congestion_control", BEFORE) == CONGESTION_CONTROL
+    return CONGESTION_CONTROL in _setting(line)
 
 
 def expected_seconds(lines: Iterable[Line], run: Race) -> float | None:
@@ -187,7 +187,7 @@ class Setting:
         return rate if share is None else f"{rate}, where {BASELINE} was to exchange for {share:.0%} of a step"
 
     def _measured_bits(self, rate: str) -> float:
-        return median(line["link_bits"] for line in self.whole + self.timed if line["run"]["rate"] == rate)
+        return float(median(line["link_bits"] for line in self.whole + self.timed if line["run"]["rate"] == rate))
 
     def _links(self) -> str:
         rows = []
@@ -256,7 +256,7 @@ class Setting:
             gains = {}
             for rate in self.rates:
                 times, reference = self.times(name, rate), baseline.get(rate)
-                seconds = times and times.to(loss)
+                seconds = times.to(loss) if times else None
                 if reference is not None and seconds is not None:
                     gains[rate] = reference / seconds
             cells = [f"{gains[rate]:.2f}" if rate in gains else "" for rate in self.rates]
@@ -314,7 +314,7 @@ def seconds_to(curve: Curve, loss: float) -> float | None:
             return None
         if value <= loss:
             if before is None:
-                return float(seconds)
+                return seconds
             start, higher = before
             return start + (seconds - start) * (higher - loss) / (higher - value)
         before = seconds, value
@@ -327,7 +327,7 @@ def loss_at(curve: Curve, seconds: float) -> float | None:
     return values[-1] if values else None
 
 
-def composed(curve: Curve, kinds: Kinds) -> list[tuple[Any, ...]] | None:
+def composed(curve: Curve, kinds: Kinds) -> Curve | None:
     """The curve with seconds composed from the step times in ``kinds``; None if a kind is missing.
 
     The loss after a step does not depend on the link rate. A kind joined by + takes the sum of its parts, if it has no
@@ -359,7 +359,7 @@ def crossover(rates: Sequence[float], gains: Sequence[float]) -> float | None:
         return 0.0
     low, high = paying[-1], paying[-1] + 1
     share = math.log(gains[low]) / math.log(gains[low] / gains[high])
-    return rates[low] * (rates[high] / rates[low]) ** share
+    return float(rates[low] * (rates[high] / rates[low]) ** share)
 
 
 def _setting(line: Line) -> tuple[Any, ...]:

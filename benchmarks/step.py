@@ -9,8 +9,10 @@ optimizer, and bytes per parameter. Linux only, as it reads /proc. README.md exp
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import step_arithmetic
 import step_memory
@@ -47,7 +49,7 @@ def sizes_of(model: str) -> str:
     return f"{model} {', '.join(RECIPES[model])}"
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[Workload, int], tuple[Any, str]]] = {
     "phases": step_phases.measure,
     "arithmetic": step_arithmetic.measure,
     "optimizers": step_optimizers.measure,

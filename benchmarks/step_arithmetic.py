@@ -15,10 +15,12 @@ from timing import Stopwatch, seconds_of, time_flat_optimizer
 from torch import nn
 from workload import KINDS, TITLES, Workload, new_optimizer
 
+from megatron01.config import Precision
 from megatron01.optim import weight_decay_groups
 from megatron01.utils.formatting import markdown
 
 MAX_NORM = 1.0
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 THREADS = (1, 2)
 
 
@@ -60,7 +62,7 @@ def _table(result: dict[str, Any]) -> str:
 
 def _measure_all(workload: Workload) -> list[dict[str, Any]]:
     results = []
-    for precision, threads in product(("fp32", "bf16"), THREADS):
+    for precision, threads in product(PRECISIONS, THREADS):
         torch.set_num_threads(threads)
         results.append(_measure(dataclasses.replace(workload, precision=precision)))
     return results
@@ -106,7 +108,7 @@ def _measure(workload: Workload) -> dict[str, Any]:
 
 def _summary(rounds: list[dict[str, Any]], baselines: list[str]) -> dict[str, Any]:
     def ratio(clipping: bool, baseline: str) -> float:
-        return median(r["seconds"][f"ours_clipping_{clipping}"] / r["seconds"][baseline] for r in rounds)
+        return float(median(r["seconds"][f"ours_clipping_{clipping}"] / r["seconds"][baseline] for r in rounds))
 
     return {
         "seconds": median(r["seconds"]["ours_clipping_False"] for r in rounds),

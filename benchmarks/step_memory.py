@@ -61,8 +61,8 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
     peak, after = resident("VmHWM"), resident("VmRSS")
 
     buffers = {name: tensor.nbytes for name, tensor in _state(optimizer).items()}
-    exchange, mean = optimizer._exchange, optimizer._gradients.of_all
-    payloads = [] if exchange is None else [(b.sent.rows, b.received.rows) for b in exchange.exchange._payloads]
+    exchange, mean = getattr(optimizer._exchange, "exchange", None), optimizer._gradients.of_all
+    payloads = [] if exchange is None else [(b.sent.rows, b.received.rows) for b in exchange._payloads]
     buckets = [] if mean is None else [vars(slot).values() for slot in mean._mean._free]
     return {
         "parameters": optimizer._whole.num_parameters,

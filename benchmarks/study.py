@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, mean, median, stdev
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -100,7 +101,7 @@ def pace(evidence: Evidence, kind: str) -> float:
     """Compute time of a step, from the baseline's fastest run (any optimizer's fastest if there is none)."""
     runs = [run for run, record in evidence.records.items() if run.kind == kind and record["score"] is not None]
     of_baseline = [run for run in runs if run.optimizer == evidence.baseline] or runs
-    return min(evidence.records[run]["seconds"] / evidence.records[run]["steps"] for run in of_baseline)
+    return float(min(evidence.records[run]["seconds"] / evidence.records[run]["steps"] for run in of_baseline))
 
 
 def of_use(evidence: Evidence, kind: str) -> list[str]:
@@ -128,7 +129,7 @@ def of_use(evidence: Evidence, kind: str) -> list[str]:
     if kind == "bert":
         rows.append(["**average**"] + ([f"{mean(counts.values()):.1f}" if counts else ""] if counts else []))
         for name in columns:
-            complete = [mean(values.values()) for use in uses if (values := columns[name].get(use))]
+            complete = [mean(found.values()) for use in uses if (found := columns[name].get(use))]
             rows[-1].append(f"{mean(complete):.2f}" if len(complete) == len(uses) else "")
     head = ["task (per cent)" if kind == "bert" else "text", *(["counts of words"] if counts else []), *columns]
     verdict = "paired tests tell none apart" if is_tested else "one seed tells nothing apart"
@@ -267,7 +268,7 @@ def draw(evidence: Evidence, kind: str, folder: Path) -> list[Path]:
     """
     written = []
     for theme, (text, grid) in THEMES.items():
-        style = {"text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text}
+        style: dict[Any, Any] = {"text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text}
         style |= {"axes.edgecolor": grid, "grid.color": grid, "svg.hashsalt": "megatron01", "font.size": 11}
         with plt.rc_context(style):
             figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, PretrainConfig
+from megatron01.config import BertPretrainConfig, GPTPretrainConfig, OptimizerConfig, Precision, PretrainConfig
 from megatron01.config.command_line import parse
 from megatron01.convert.portable import new_model
 from megatron01.models import GPT2, Bert
@@ -18,7 +18,7 @@ from megatron01.utils.precision import DTYPES
 KINDS = ("full", "one_bit", "local")
 TITLES = {"adam": "Adam", "full": "full", "one_bit": "1-bit", "local": "local"}
 """Of kinds of steps in tables."""
-RECIPES = {
+RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {
         "tiny": ("gpt2/debug",),
         "debug": ("gpt2/debug",),
@@ -57,7 +57,7 @@ class Workload:
 
     model: str
     size: str
-    precision: str
+    precision: Precision
     steps: int
     batches: int = 1
 

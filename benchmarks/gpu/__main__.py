@@ -26,11 +26,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.page import page
-from benchmarks.gpu.parts import PARTS, Part
-from benchmarks.gpu.report import locked, send_to_parts
-from benchmarks.reporting import ROOT, revision
+from reporting import ROOT, revision
+
 from megatron01.utils.files import write_atomically
+
+from .page import page
+from .parts import PARTS, Part
+from .report import locked, send_to_parts
 
 _TINY_PATIENCE = 5  # factor on the time limit of a part, for machines of any speed
 _GRACE_SECONDS = 10.0
@@ -111,8 +113,7 @@ def run(part: Part, left: float, *, tiny: bool, stopped: threading.Event, runnin
         what = [part.module, part.function, json.dumps(part.arguments), str(record)]
         command = [sys.executable, "-m", "benchmarks.gpu.parts", *what, *(["--tiny"] if tiny else [])]
         command += ["--share", str(part.share), "--running", str(running)]
-        paths = [str(ROOT), str(ROOT / "benchmarks")]  # the other benchmarks import each other from their own folder
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
         with output.open("w") as file:
             with locked(running):  # not while another part is timed
                 process = subprocess.Popen(

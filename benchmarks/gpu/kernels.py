@@ -17,7 +17,6 @@ from compress_codec import BLOCK_SIZE, REPLICAS, codec_phases
 from timing import device_seconds
 from torch import Tensor
 
-from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels import Codec, build_codec, triton_serves
 from megatron01.comm.kernels.specification import ReferenceCodec
@@ -48,6 +47,8 @@ from megatron01.optim.local_update import (
     SinceSynchronization,
     Slices,
 )
+
+from .report import DEVICE, NEEDS_GPU, Report
 
 _RANGE = 1 << 26  # elements that the specification processes at a time: its temporaries are many times as large
 _LARGE = 1 << 30  # above this number of elements, memory suffices for only one buffer of each kind
@@ -200,9 +201,9 @@ def _codec_against_specification(quantizer: Quantizer, elements: int) -> dict[st
     reduced = []
     for one in (codec, specified):
         server_error = error[: row_blocks * BLOCK_SIZE].clone()
-        out = replace(packed, rows=torch.zeros_like(wanted_rows))
-        one.reduce(packed, server_error, out, 0, key)
-        reduced.append((server_error, out.rows[0]))
+        mean = replace(packed, rows=torch.zeros_like(wanted_rows))
+        one.reduce(packed, server_error, mean, 0, key)
+        reduced.append((server_error, mean.rows[0]))
     differing["reduce"] = sum(_differing(*pair) for pair in zip(*reduced, strict=True))
     differing["whole rows"] = _whole_rows(codec, specified, value[:_RANGE])
     return {"codec": type(codec).__name__, "differing": differing, "agrees": not any(differing.values())}
@@ -224,8 +225,9 @@ def _whole_rows(codec: Codec, specified: Codec, value: Tensor) -> int:
             again = one.read_rows(damaged, read, wire)
             means.append(results[0, HEADER_BYTES:].view(wire).float())
             found.append((header[STATUS_WORD : INVERSE_SCALE_WORD + 1], damage, again, read, damages(results)))
+        mean, wanted = means
         # torch sums rows in another order
-        differing += int((~torch.isclose(*means, rtol=1e-5 if wire == torch.float32 else 1e-2, atol=1e-6)).sum())
+        differing += int((~torch.isclose(mean, wanted, rtol=1e-5 if wire == torch.float32 else 1e-2, atol=1e-6)).sum())
         differing += _differing(*sent) + sum(_differing(*pair) for pair in zip(*found, strict=True))
     return differing
 

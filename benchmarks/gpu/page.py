@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu.parts import MODELS
 from megatron01.utils.formatting import markdown
+
+from .parts import MODELS
 
 Findings = dict[str, Any]
 

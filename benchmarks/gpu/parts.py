@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--running", type=Path, help="folder with a file for each running part, named by its process")
     given = parser.parse_args()
     # after parsing the command line, as these import torch
-    from benchmarks.gpu.report import Report
+    from .report import Report
 
     function = getattr(importlib.import_module(given.module), given.function)
     report = Report(given.record, tiny=given.tiny, share=given.share, running=given.running)

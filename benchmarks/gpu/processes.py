@@ -16,18 +16,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from replica_pool import launch_environment, run_replicas
+from reporting import ROOT, torchrun
 from timing import device_seconds
 from workload import Workload, new_optimizer, train_step
 
-from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
-from benchmarks.gpu.training import on_device
-from benchmarks.reporting import ROOT, torchrun
 from megatron01.comm import TorchTransport
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.parallel import initialize
 from megatron01.training.step import LossModule
 from tests.integration.tiny import make_corpus, stored_state
+
+from .report import DEVICE, NEEDS_GPU, Report
+from .training import on_device
 
 _STEPS, _SAVED = 8, 4
 _KILL_SECONDS = 60  # within which a rank must have noticed that another is gone

@@ -21,9 +21,6 @@ from timing import stopwatch_of, time_flat_optimizer
 from torch import nn
 from workload import KINDS, Workload, new_optimizer, train_step
 
-from benchmarks.gpu.kernels import copy_rate
-from benchmarks.gpu.parts import MODELS
-from benchmarks.gpu.report import DEVICE, NEEDS_GPU, Report
 from megatron01.comm import Topology
 from megatron01.config import PretrainConfig
 from megatron01.convert.huggingface import to_hf_config
@@ -33,6 +30,10 @@ from megatron01.cost.run_time import StepModel, Work
 from megatron01.models.base import padded_vocab_size
 from megatron01.models.layers import compile_layers
 from megatron01.training.step import LossModule
+
+from .kernels import copy_rate
+from .parts import MODELS
+from .report import DEVICE, NEEDS_GPU, Report
 
 _RANKS = 8  # virtual ranks of the profiled step
 _BATCHES = (4, 2, 1)
@@ -312,7 +313,7 @@ def _hugging_face(report: Report, workload: Workload, compiled: bool) -> dict[st
         import transformers
     except ImportError:
         return {"failed": "transformers is not installed"}
-    shape = workload.config().model
+    shape: Any = workload.config().model
     rows = padded_vocab_size(workload.vocab_size, shape.make_vocab_size_divisible_by)
     entries = to_hf_config(shape, rows)
     _start_of_memory()

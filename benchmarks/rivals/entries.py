@@ -84,7 +84,7 @@ def _one_bit_adam(title: str, **changes: Any) -> Entry:
     return _library(title, "one_bit_adam", overrides)
 
 
-def _diloco(title: str, interval: int, outer: type[OuterStep], **settings: float) -> Entry:
+def _diloco(title: str, interval: int, outer: type[OuterStep], **settings: Any) -> Entry:
     """``settings``: rate and momentum of the outer step; by default the published ones."""
 
     def build(setup: Setup) -> Contestant:

@@ -138,7 +138,7 @@ def test_every_stage_of_data(tmp_path: Path) -> None:
     for heading in ("## Preprocessing", "## Indices of 2000 documents", "## Samples"):
         assert heading in printed
     assert all(rate["megabytes"] > 0 for rate in result["preprocessing"])
-    indices = {rate["index"]: rate for rate in result["indices"]}
+    indices = {rate["name"]: rate for rate in result["indices"]}
     assert indices["GPT-2, three epochs"]["num_samples"] > 2.5 * indices["GPT-2, one epoch"]["num_samples"]
     assert all(rate["seconds"] > 0 and rate["megabytes"] > 0 for rate in indices.values())
     rates = {(rate["samples"], rate["workers"]): rate["per_second"] for rate in result["samples"]}

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import pre_tokenizers
@@ -31,6 +31,7 @@ from megatron01.config import (
 )
 from megatron01.data import IndexedDatasetBuilder, build_tokenizer, token_dtype
 
+ConfigT = TypeVar("ConfigT", bound=PretrainConfig)
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "boats", "sail", "home"]
 SHAPE: dict[str, Any] = {
     "num_layers": 1,
@@ -53,6 +54,7 @@ def make_corpus(folder: Path) -> None:
     numbers = random.Random(0)
     documents = [[_sentence(numbers) for _ in range(numbers.randrange(3, 9))] for _ in range(120)]
     gpt, bert = build_tokenizer(gpt_config(folder).data), build_tokenizer(bert_config(folder).data)
+    assert gpt.eod is not None
     with IndexedDatasetBuilder(folder / "gpt", token_dtype(gpt.vocab_size)) as builder:
         for document in documents:
             builder.add_sentence([*gpt.encode(" ".join(document)), gpt.eod])
@@ -115,9 +117,9 @@ def _shared(folder: Path) -> dict[str, Any]:
     }
 
 
-def with_settings(config: Any, **changes: Any) -> Any:
+def with_settings(config: ConfigT, **changes: Any) -> ConfigT:
     """``config`` with some settings replaced, each found in its section by its name."""
-    sections = {}
+    sections: dict[str, Any] = {}
     for section in dataclasses.fields(PretrainConfig):
         part = getattr(config, section.name)
         names = {field.name for field in dataclasses.fields(part)} & set(changes)
@@ -129,7 +131,7 @@ def with_settings(config: Any, **changes: Any) -> Any:
 
 def stored_state(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, of all processes: ``rank_00000/m.NAME``."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for rank, stored in enumerate(read_headers(checkpoint, read_metadata(checkpoint))):
         tensors = {name: torch.empty(place.shape, dtype=place.dtype) for name, place in stored.items()}
         read_tensors(checkpoint, stored, tensors)
