@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron01.utils.formatting import columns, format_bytes, format_count
 
 if TYPE_CHECKING:  # at run time it would import torch
+    from megatron01.monitor.run_directory import LastHeartbeat
     from megatron01.optim.report import CompressionReport, DeferredReport, StepReport
 
 SYNC_LABELS = {"full": "full", "one_bit": "1-bit", "local": "local", "skipped": "skipped"}
@@ -138,6 +139,11 @@ class Meter:
             totals.comm_rounds += report.rounds
         self._compression = report.compression or self._compression
 
+    @property
+    def seconds(self) -> float:
+        """Seconds since the last line, without pauses."""
+        return self.clock() - self._started
+
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Context whose time (an evaluation, a checkpoint) does not count as time of the steps."""
@@ -159,7 +165,7 @@ class Meter:
         """
         line, last, compression, timed = self._line, self._last, self._compression, self._steps_timed
         means = {name: mean_over_replicas(float(total) / line.steps) for name, total in self._loss_sums.items()}
-        seconds = self.clock() - self._started
+        seconds = self.seconds
         tokens = timed * self.tokens_per_step / seconds if timed and seconds > 0 else None
         flops = None if tokens is None or self.flops_per_token is None else tokens * self.flops_per_token
         metrics = Metrics(
@@ -276,13 +282,17 @@ def describe_traffic(
 class TrainingClock:
     """Total time of steps, lost and undone ones included; without evaluations and interruptions."""
 
-    seconds: float = 0.0  # so far
+    seconds: float = 0.0  # up to the last line
     iteration: int = 0  # of the last line
+    since_line: float = 0.0  # seconds of the steps after it
 
     @classmethod
-    def after(cls, metrics_file: Path, iteration: int) -> TrainingClock:
-        """The clock of a run that resumes at ``iteration``, with the time in the lines of its earlier attempts."""
-        seconds = 0.0
+    def after(cls, metrics_file: Path, iteration: int, last: LastHeartbeat | None = None) -> TrainingClock:
+        """The clock of a run that resumes at ``iteration``, with the time of its earlier attempts.
+
+        It is in their lines, and in their ``last`` heartbeat, which may be of a step after the last line.
+        """
+        seconds = 0.0 if last is None or not iteration else last.training_seconds
         if iteration:
             with suppress(OSError), metrics_file.open("rb") as file:
                 for line in file:
@@ -290,11 +300,17 @@ class TrainingClock:
                         seconds = max(seconds, float(json.loads(line)["training_seconds"]))
         return cls(seconds, iteration)
 
+    def step_done(self, since_line: float) -> float:
+        """The total after a step; ``since_line``: seconds of the steps since the last line, as ``Meter.seconds``."""
+        self.since_line = since_line
+        return self.seconds + since_line
+
     def add(self, metrics: Metrics) -> None:
         if metrics.step_seconds is not None:
             self.seconds += metrics.step_seconds * max(0, metrics.iteration - self.iteration)
-        self.iteration = metrics.iteration
+        self.iteration, self.since_line = metrics.iteration, 0.0
 
     def restart_after(self, iteration: int) -> None:
         """The run rolls back to an iteration; the time of the undone steps still counts."""
-        self.iteration = iteration
+        self.seconds += self.since_line
+        self.iteration, self.since_line = iteration, 0.0

@@ -116,11 +116,14 @@ class Heartbeat:
         self._noted: dict[str, Any] = {}
         self._descriptor: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
-    def step_done(self, iteration: int) -> Restart | None:
-        """Record a completed step; returns the cost of the interruption after the first step of a resumed attempt."""
+    def step_done(self, iteration: int, training_seconds: float = 0.0) -> Restart | None:
+        """Record a completed step, and the time in steps since the start of the run.
+
+        Returns the cost of the interruption after the first step of a resumed attempt.
+        """
         now, last = time.time(), self._last
         self._last = None
-        self._note({"iteration": iteration, "time": now})
+        self._note({"iteration": iteration, "time": now, "training_seconds": training_seconds})
         if last is None or last.iteration < self._resumed_iteration:  # the attempt before wrote elsewhere
             return None
         lost = last.iteration - self._resumed_iteration
@@ -150,12 +153,14 @@ class LastHeartbeat:
     iteration: int  # completed steps
     time: float  # seconds since 1970, by the clock of its machine
     has_ended: bool  # the process closed its heartbeat; a killed one cannot
+    training_seconds: float = 0.0  # in steps since the start of the run
 
 
 def read_heartbeat(path: Path) -> LastHeartbeat | None:
     """Read a heartbeat file; None if it is missing or invalid."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return LastHeartbeat(int(values["iteration"]), float(values["time"]), values.get("ended") is True)
+        seconds = float(values.get("training_seconds", 0.0))
+        return LastHeartbeat(int(values["iteration"]), float(values["time"]), values.get("ended") is True, seconds)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None

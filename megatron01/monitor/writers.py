@@ -196,9 +196,14 @@ class Recorder:
         self._restart: Restart | None = None
         self._failing: set[str] = set()
 
-    def step_done(self, iteration: int) -> None:
-        """Record a completed step; after the first one of a resumed attempt, print what the interruption cost."""
-        restart = None if self._heartbeat is None else self._heartbeat.step_done(iteration)
+    def step_done(self, iteration: int, since_line: float = 0.0) -> None:
+        """Record a completed step; after the first one of a resumed attempt, print what the interruption cost.
+
+        ``since_line``: seconds of the steps since the last line.
+        """
+        if self._heartbeat is None:
+            return
+        restart = self._heartbeat.step_done(iteration, self._clock.step_done(since_line))
         if restart is not None:
             self._restart = restart
             self.print(str(restart))
@@ -267,7 +272,8 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
         folder = Path(logging.run_dir)
         metrics_file, last_step_file = folder / "metrics.jsonl", folder / "last_step.json"
         record = describe_run(folder, dump_yaml(config), environment, resumed_iteration=resumed_iteration)
-        clock = TrainingClock.after(metrics_file, resumed_iteration)
+        last = read_heartbeat(last_step_file)
+        clock = TrainingClock.after(metrics_file, resumed_iteration, last)
         lines = JsonLinesWriter(metrics_file, resumed_iteration=resumed_iteration)
         opened.callback(lines.close)
         writers: list[Writer] = [ConsoleWriter(train_iters=config.training.train_iters), lines]
@@ -275,7 +281,7 @@ def open_recorder(config: PretrainConfig, environment: LaunchEnvironment, *, res
             writers.append(TensorBoardWriter(folder / "tensorboard", resumed_iteration=resumed_iteration))
             opened.callback(writers[-1].close)
         if logging.wandb_project is not None:
-            last, checkpoints = read_heartbeat(last_step_file), config.checkpoint.save
+            checkpoints = config.checkpoint.save
             wandb = WandbWriter(
                 folder,
                 project=logging.wandb_project,

@@ -298,7 +298,7 @@ class Trainer:
                 self.consumed_samples += self.global_batch_size  # the step that raised it took them
                 batches = self._roll_back(str(error), int(self.group.maxima([error.skipped_steps])[0]))
                 continue
-            self.recorder.step_done(self.iteration)
+            self.recorder.step_done(self.iteration, self.meter.seconds)
             self._check_ownership(stop)
             is_last = self.iteration == training.train_iters
             reason = consensus.after_step()

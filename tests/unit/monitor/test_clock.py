@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron01.config import GPTPretrainConfig, LoggingConfig
 from megatron01.cost.cluster import peak_flops, peak_of
 from megatron01.monitor.metrics import Metrics, TrainingClock
-from megatron01.monitor.run_directory import Heartbeat, read_heartbeat
-from megatron01.monitor.writers import peak_memory
+from megatron01.monitor.run_directory import Heartbeat, LastHeartbeat, read_heartbeat
+from megatron01.monitor.writers import open_recorder, peak_memory
+from megatron01.parallel import LaunchEnvironment
 
 
 def metrics(iteration: int, seconds: float | None) -> Metrics:
@@ -27,6 +30,16 @@ def test_steps_done_again_take_time_again() -> None:
     assert clock.seconds == 40
 
 
+def test_undone_steps_count_also_without_a_line_of_their_own() -> None:
+    clock = TrainingClock()
+    clock.add(metrics(10, 2.0))
+    assert [clock.step_done(1.5), clock.step_done(4.0)] == [21.5, 24.0]
+    clock.restart_after(10)
+    assert clock.step_done(1.0) == 25.0
+    clock.add(metrics(20, 1.0))
+    assert clock.seconds == 34
+
+
 def test_a_resumed_clock_knows_what_was_spent_also_on_lost_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert TrainingClock.after(path, 10).seconds == 0
@@ -35,6 +48,22 @@ def test_a_resumed_clock_knows_what_was_spent_also_on_lost_steps(tmp_path: Path)
     clock = TrainingClock.after(path, 10)
     clock.add(metrics(12, 1.0))
     assert clock.seconds == 11
+    last = LastHeartbeat(9, 0.0, False, 9.5)  # half a second after the last line
+    assert TrainingClock.after(path, 8, last).seconds == 9.5 and TrainingClock.after(path, 0, last).seconds == 0
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_steps_after_the_last_line_of_an_attempt_take_time(tmp_path: Path, is_killed: bool) -> None:
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path)))
+    first = open_recorder(config, LaunchEnvironment.read({}))
+    first.write(metrics(10, 2.0))
+    for iteration in (11, 12):
+        first.step_done(iteration, 2.0 * (iteration - 10))
+    if not is_killed:
+        first.close()
+    with open_recorder(config, LaunchEnvironment.read({}), resumed_iteration=12) as second:
+        second.write(metrics(20, 1.0))  # the mean of its own 8 steps
+    assert [json.loads(line)["training_seconds"] for line in (tmp_path / "metrics.jsonl").open()] == [20, 32]
 
 
 def test_peaks_of_hardware() -> None:
