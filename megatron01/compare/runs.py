@@ -355,7 +355,8 @@ def _describe_losses(lines: Sequence[Mapping[str, Any]]) -> tuple[int | None, li
     finite = {iteration: loss for iteration, loss in losses.items() if math.isfinite(loss)}
     began = next(iter(finite.values()), math.nan)
     sound = [iteration for iteration, loss in finite.items() if loss <= began + _MUCH_HIGHER * abs(began)]
-    since = next((iteration for iteration in losses if iteration > max(sound, default=-1)), None)
+    last_sound = max(sound, default=-1)
+    since = next((iteration for iteration in losses if iteration > last_sound), None)
     if since is not None and max(finite, default=-1) >= since:
         return since, [f"diverged: from iteration {since} on the loss is far above {began:.4g}, where it began"]
     if since is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,13 @@ def test_a_file_is_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runs, "open_regular", Counted)
     assert read_run(write_run(tmp_path / "run", lines())).last_iteration == 100
     assert reads < 10
+
+
+def test_a_run_of_many_lines_takes_no_quadratic_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [{"iteration": number, "loss": 1.0} for number in range(30_000)])
+    began = time.process_time()
+    assert read_run(folder).last_iteration == 29_999
+    assert time.process_time() - began < 5
 
 
 def test_links_to_a_run_and_to_its_files_are_followed(tmp_path: Path) -> None:
