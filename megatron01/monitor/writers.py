@@ -22,7 +22,7 @@ from megatron01.monitor.metrics import SYNC_LABELS, Metrics, TrainingClock
 from megatron01.monitor.run_directory import Heartbeat, Restart, describe_run, read_heartbeat
 from megatron01.monitor.wandb_writer import WandbWriter
 from megatron01.parallel import LaunchEnvironment
-from megatron01.utils.files import write_atomically, writing
+from megatron01.utils.files import flush_to_disk, write_atomically, writing
 from megatron01.utils.formatting import format_bytes, format_count, format_duration, painter
 
 
@@ -92,8 +92,8 @@ class ConsoleWriter:
 class JsonLinesWriter:
     """One JSON object per line, appended and flushed line by line; values that are not finite are null.
 
-    Lines of an earlier attempt after ``resumed_iteration`` are dropped; if it is 0, a new run, an earlier run's file is
-    renamed to ``metrics-1.jsonl``.
+    Lines after ``resumed_iteration``, of steps that are done again or of another run, are moved to
+    ``metrics-undone.jsonl``; if it is 0, a new run, an earlier run's file is renamed to ``metrics-1.jsonl``.
     """
 
     def __init__(self, path: Path, *, resumed_iteration: int) -> None:
@@ -102,7 +102,7 @@ class JsonLinesWriter:
             if resumed_iteration == 0:
                 _put_aside(path)
             else:
-                _drop_lines_after(path, resumed_iteration)
+                _move_lines_after(path, resumed_iteration)
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, metrics: Metrics) -> None:
@@ -113,7 +113,7 @@ class JsonLinesWriter:
         self._file.write(json.dumps(values, allow_nan=False) + "\n")
 
     def restart_after(self, iteration: int) -> None:
-        _drop_lines_after(self._path, iteration)
+        _move_lines_after(self._path, iteration)
         kept, self._file = self._file, self._path.open("a", encoding="utf-8", buffering=1)
         kept.close()
 
@@ -131,22 +131,31 @@ def _put_aside(path: Path) -> None:
     print(f"WARNING: {path} is an earlier run's; it is called {aside.name} now", file=sys.stderr, flush=True)
 
 
-def _drop_lines_after(path: Path, iteration: int) -> None:
-    """Drop the lines after ``iteration``, and an incomplete last line, by an atomic write."""
-    kept = []
+def _move_lines_after(path: Path, iteration: int) -> None:
+    """Move the lines after ``iteration`` to a file beside; drop an incomplete last line. By an atomic write."""
+    kept: list[bytes] = []
+    undone: list[bytes] = []
     lines = path.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, start=1):
         try:
             # what a damaged disk has left need not be UTF-8
-            if int(json.loads(line.decode(errors="surrogateescape"))["iteration"]) <= iteration:
-                kept.append(line if line.endswith(b"\n") else line + b"\n")
+            is_kept = int(json.loads(line.decode(errors="surrogateescape"))["iteration"]) <= iteration
+            (kept if is_kept else undone).append(line if line.endswith(b"\n") else line + b"\n")
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             if number < len(lines):
                 raise UserError(
                     f"{path} line {number} is no line of metrics; mend or move the file before resuming"
                 ) from None
+    if undone:
+        aside = path.with_name(f"{path.stem}-undone{path.suffix}")
+        with aside.open("ab") as file:
+            file.write(b"".join(undone))
+            flush_to_disk(file)
     if kept != lines:
         write_atomically(path.resolve(), b"".join(kept))
+    if undone:
+        warning = f"WARNING: {len(undone)} line(s) of {path} are of steps after iteration {iteration}; they are in"
+        print(f"{warning} {aside.name} now", file=sys.stderr, flush=True)
 
 
 class TensorBoardWriter:

@@ -124,16 +124,21 @@ def written(path: Path, upto: int) -> None:
     writer.close()
 
 
-def test_a_resume_drops_the_lines_of_the_lost_steps(tmp_path: Path) -> None:
+def test_a_resume_puts_the_lines_of_the_lost_steps_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     written(path, 5)
     with path.open("a") as file:
         file.write('{"iteration": 6, "cons')  # truncated line
     writer = JsonLinesWriter(path, resumed_iteration=3)
+    assert capsys.readouterr().err == (
+        f"WARNING: 2 line(s) of {path} are of steps after iteration 3; they are in metrics-undone.jsonl now\n"
+    )
     writer.write(metrics(4))
+    writer.restart_after(2)
     writer.close()
-    assert iterations(path) == [1, 2, 3, 4]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl"]
+    JsonLinesWriter(path, resumed_iteration=2).close()  # nothing to put aside
+    assert (iterations(path), iterations(tmp_path / "metrics-undone.jsonl")) == ([1, 2], [4, 5, 3, 4])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics-undone.jsonl", "metrics.jsonl"]
 
 
 def test_a_resume_does_not_guess_about_a_damaged_file(tmp_path: Path) -> None:
