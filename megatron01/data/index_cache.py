@@ -53,14 +53,14 @@ def cached_arrays(folder: Path, description: Mapping[str, Any], build: Callable[
     Args:
         description: everything on which the arrays depend, as JSON values, with a short name under "kind".
 
-    Raises: UserError if the folder cannot be written, or memory does not suffice.
+    Raises: UserError if the folder cannot be used, or memory does not suffice.
     """
     text = json.dumps({**description, "format": _FORMAT}, sort_keys=True)
     entry = folder / f"{description['kind']}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
-    arrays = _load(entry, text)
-    if arrays is not None:
-        return arrays
     with writing(f"the sample index in {folder}", "set data_cache_path to a writable folder"):
+        arrays = _load(entry, text)  # also from a folder that cannot be written
+        if arrays is not None:
+            return arrays
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(entry) as is_locked:
             arrays = _load(entry, text)  # another process may have built it meanwhile
@@ -114,7 +114,7 @@ def _load(entry: Path, text: str) -> Arrays | None:
                 raise ValueError(f"{name}.npy does not match its digest")
             arrays[name] = array
         return arrays
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, OSError):
             refuse_too_many_open_files(error, entry)
         logger.warning("the sample index %s is damaged (%s) and is built again", entry, error)

@@ -50,7 +50,7 @@ def test_an_index_beyond_memory_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.npy", "b.npy", "index.json"])
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "missing"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "missing", "nested"])
 def test_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) -> None:
     build = Builder()
     load(tmp_path, build)
@@ -64,6 +64,8 @@ def test_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) ->
         path.write_bytes(content)
     elif damage == "empty":
         path.write_bytes(b"")
+    elif damage == "nested":
+        path.write_bytes(b"[" * 100_000)
     else:
         path.unlink()
     load(tmp_path, build)
@@ -85,10 +87,11 @@ def test_entry_that_is_a_file(tmp_path: Path) -> None:
     assert build.calls == 2
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["file/cache", "x" * 300])
+def test_folder_that_cannot_be_used(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="set data_cache_path to a writable folder"):
-        cached_arrays(tmp_path / "file" / "cache", DESCRIPTION, Builder())
+        cached_arrays(tmp_path / name, DESCRIPTION, Builder())
 
 
 def test_several_processes_at_once(tmp_path: Path) -> None:
