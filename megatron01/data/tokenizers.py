@@ -244,6 +244,7 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
     is_map = all(isinstance(token_id, int) for token_id in vocabulary.values())
     if not is_map or sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UserError(f"{vocab_file} does not map tokens to the ids 0 to their number - 1, each once")
+    checked_text("".join(vocabulary), "its vocabulary", vocab_file)
     missing = [token for token in (*pre_tokenizers.ByteLevel.alphabet(), END_OF_DOCUMENT) if token not in vocabulary]
     if missing:
         raise UserError(f"{vocab_file} lacks {sorted(missing)[0]!r}; expected the vocab.json of a GPT-2 model")
@@ -345,6 +346,11 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         masking=masking_tokens(vocabulary, for_masking, special, _word_rule(definition)),
     )
     tokenizer.encode(_RARE_TEXT)  # a vocabulary that cannot encode it is refused now, not after hours
+    if tokenizer.unknown is None and tokenizer.encode(f"a{_RARE_TEXT[1]}a") == tokenizer.encode("aa"):
+        raise UserError(
+            f"{path} would leave out characters that are not in its vocabulary; give its model an unk_token, or train"
+            " one on bytes"
+        )
     return tokenizer
 
 

@@ -120,6 +120,7 @@ def test_unusable_gpt2_vocabulary(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ("[1]", "not a JSON object"),
         (json.dumps({**vocabulary, "more": 7}), "each once"),
+        (json.dumps({**vocabulary, "\ud800": len(vocabulary)}), "its vocabulary holds half of a surrogate pair"),
         (json.dumps({"a": 0}), "lacks"),
         (json.dumps({token: i for token, i in vocabulary.items() if token != "<|endoftext|>"}), "endoftext"),
     ]:

@@ -154,7 +154,9 @@ def marked_kinds() -> list[Any]:
     other_mark.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(replacement="_")])
     replaced = unigram("▁")
     replaced.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    byte_level = Backend(models.BPE({**SPECIAL, "t": 4, "Ġ": 5, "s": 6, "Ġt": 7, "Ċ": 8}, [("Ġ", "t")]))
+    byte_level = Backend(
+        models.BPE({**SPECIAL, "t": 4, "Ġ": 5, "s": 6, "Ġt": 7, "Ċ": 8}, [("Ġ", "t")], unk_token="[PAD]")
+    )
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     byte_level.decoder = decoders.ByteLevel()
     return [
@@ -176,14 +178,14 @@ def test_where_words_begin(tmp_path: Path, backend: Backend, text: str, expected
 
 def test_without_a_mark_at_the_beginning_of_words_there_is_no_masking(tmp_path: Path) -> None:
     vocabulary = {**SPECIAL, "t": 4, "t</w>": 5}
-    suffixed = Backend(models.BPE(vocabulary, [], end_of_word_suffix="</w>"))
+    suffixed = Backend(models.BPE(vocabulary, [], unk_token="[PAD]", end_of_word_suffix="</w>"))
     suffixed.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     assert of_model(save(tmp_path, suffixed)).masking is None
-    assert of_model(save(tmp_path, Backend(models.BPE(vocabulary, [])))).masking is None
+    assert of_model(save(tmp_path, Backend(models.BPE(vocabulary, [], unk_token="[PAD]")))).masking is None
 
 
 def test_what_a_tokenizer_json_asks_for_beside_ids_is_left_out(tmp_path: Path) -> None:
-    backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.9))
+    backend = Backend(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], unk_token="a", dropout=0.9))
     backend.enable_truncation(3)
     backend.enable_padding(length=9)
     tokenizer = of_model(save(tmp_path, backend))
@@ -202,6 +204,11 @@ def test_a_vocabulary_that_cannot_spell_everything_needs_a_token_for_the_rest(tm
     ):
         with pytest.raises(UserError, match=r"tokenizer\.json cannot encode every text"):
             of_model(save(tmp_path, Backend(model)))
+    for pre_tokenizer in (pre_tokenizers.ByteLevel(), pre_tokenizers.Metaspace(), pre_tokenizers.WhitespaceSplit()):
+        backend = Backend(models.BPE({"▁": 0, "Ġ": 1, "a": 2}, []))  # which leaves out what it does not know
+        backend.pre_tokenizer = pre_tokenizer
+        with pytest.raises(UserError, match=r"tokenizer\.json would leave out characters that are not in its vocab"):
+            of_model(save(tmp_path, backend))
 
 
 def test_ids_may_have_gaps(tmp_path: Path) -> None:
