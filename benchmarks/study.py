@@ -28,9 +28,9 @@ from study_records import KINDS, Evidence, Record
 
 from megatron01.compare import charts
 from megatron01.compare.command import compare_runs, file_name, write
+from megatron01.compare.conclusions import answers
 from megatron01.compare.page import Part
 from megatron01.compare.runs import run_of_lines
-from megatron01.compare.summary import answers
 from megatron01.config.commands import CompareConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.errors import UserError

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.compare import charts, page
+from megatron01.compare.conclusions import answers, caption_of, table
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.page import Part
 from megatron01.compare.runs import Run, read_metrics, read_run
-from megatron01.compare.summary import answers, caption_of, conditions, summarize, table
+from megatron01.compare.summary import conditions, summarize
 from megatron01.config.command_line import parse
 from megatron01.config.commands import CompareConfig
 from megatron01.errors import UserError

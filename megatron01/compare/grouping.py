@@ -44,6 +44,16 @@ class Group:
         return self.runs[0]
 
     @property
+    def seeds(self) -> list[str]:
+        """Seed of each run; "" if not known."""
+        return [run.settings.get("training.seed", "") for run in self.runs]
+
+    @property
+    def num_seeds(self) -> int:
+        """Number of different seeds; each that is not known counts as one."""
+        return len({*self.seeds} - {""}) + self.seeds.count("")
+
+    @property
     def has_diverged(self) -> bool:
         return any(run.diverged_at is not None for run in self.runs)
 

@@ -11,8 +11,9 @@ import numpy as np
 
 from megatron01.compare import charts
 from megatron01.compare.charts import BarChart, Chart, Panel
+from megatron01.compare.conclusions import answers, caption_of, table
 from megatron01.compare.grouping import Section
-from megatron01.compare.summary import Summary, answers, caption_of, table
+from megatron01.compare.summary import Summary
 
 _ROWS = 9  # rows of the table of a chart
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatron01.compare.conclusions import answers, table
 from megatron01.compare.grouping import sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import answers, summarize, table
+from megatron01.compare.summary import summarize
 from tests.unit.compare.folders import line, lines, write_run
 
 Lines = list[dict[str, Any]]
@@ -240,5 +241,5 @@ def test_one_bit_adam_that_was_adam_all_along(family: Family) -> None:
     family.add("adam")
     family.add("one_bit_adam", [one | {"sync_kind": "full"} for one in lines(optimizer="one_bit_adam")])
     assert (
-        "1-bit Adam never left the full phase: it exchanged no bits, but full gradients as Adam does." in family.say()
+        "1-bit Adam never left the full phase and exchanged no bits, but full gradients as Adam does." in family.say()
     )

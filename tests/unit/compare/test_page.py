@@ -79,7 +79,7 @@ def test_answers_and_main_numbers_come_first(tmp_path: Path) -> None:
     places = [
         text.index(found)
         for found in (
-            *("not significantly higher: ", "1-bit Adam never left the full phase: it", 'class="cards"'),
+            *("not significantly higher: ", "1-bit Adam never left the full phase and", 'class="cards"'),
             *('class="mark">never left the full phase<', 'class="mark">warm-up left out of times<', 'class="notes"'),
             *("onebit (9.0 s a step up to iteration 5, then 0.5 s)", "<table", "<fieldset", "<figure"),
         )

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron01.compare.conclusions import answers, caption_of, table
 from megatron01.compare.grouping import Section, sections
 from megatron01.compare.runs import read_run
-from megatron01.compare.summary import Estimate, Summary, answers, caption_of, summarize, table
+from megatron01.compare.summary import Estimate, Summary, summarize
 from megatron01.errors import UserError
 from tests.unit.compare.folders import line, lines, write_family, write_run
 
