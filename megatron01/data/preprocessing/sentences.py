@@ -106,16 +106,16 @@ def _paragraphs(text: str) -> list[str]:
     width = max(len(line.rstrip()) for line in lines)
     if width > _WIDEST_WRAP:
         return lines
-    paragraphs: list[str] = []
+    paragraphs: list[list[str]] = []  # lines of each, to be joined once
     for block in _BLANK_LINES.split(text):
         previous = ""
         for line in block.split("\n"):
             if previous and _continues(previous, line, width):
-                paragraphs[-1] += " " + line.strip()
+                paragraphs[-1].append(line.strip())
             else:
-                paragraphs.append(line)
+                paragraphs.append([line])
             previous = line
-    return paragraphs
+    return [" ".join(paragraph) for paragraph in paragraphs]
 
 
 def _continues(line: str, following: str, width: int) -> bool:

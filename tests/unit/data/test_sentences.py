@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -66,6 +68,13 @@ def test_long_input_takes_linear_time() -> None:
     for text in (*texts, "." * 300_000 + "x", "A. " * 100_000, "\n " * 150_000, ".)" * 150_000 + "x"):
         kept = split_sentences(text, keep_newlines=True)
         assert "".join(kept) == (text if text.split() else "")
+
+
+def test_a_long_wrapped_paragraph_takes_linear_time() -> None:
+    began = time.process_time()
+    line = " ".join(["word"] * 12)
+    assert split_sentences(f"{line}\n" * 80_000) == [" ".join([line] * 80_000)]
+    assert time.process_time() - began < 5
 
 
 MIXED = st.text(alphabet=st.sampled_from("aB1 .!?…\"'()\n\r\t“”。é"), max_size=80) | st.text(max_size=60)
