@@ -171,6 +171,8 @@ class ByteStream:
 def open_stream(path: str) -> Iterator[ByteStream]:
     """The bytes of a file, a pipe, or standard input. Raises UserError if it cannot be opened."""
     if path == STANDARD_INPUT:
+        if sys.stdin is None:
+            raise UserError("standard input is closed; give a file, or a pipe into this command")
         yield ByteStream("standard input", sys.stdin.buffer)
         return
     try:

@@ -84,6 +84,9 @@ def test_standard_input(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", StandardInput(packed))
     assert run(tmp_path, "-") == expected
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="standard input is closed"):
+        run(tmp_path, "-")
 
 
 def test_named_pipe(tmp_path: Path, expected: dict[str, bytes]) -> None:
