@@ -296,7 +296,7 @@ class TrainingClock:
         if iteration:
             with suppress(OSError), metrics_file.open("rb") as file:
                 for line in file:
-                    with suppress(ValueError, KeyError, TypeError, RecursionError):  # an incomplete line
+                    with suppress(ValueError, KeyError, TypeError, RecursionError, OverflowError):  # incomplete
                         seconds = max(seconds, float(json.loads(line)["training_seconds"]))
         return cls(seconds, iteration)
 

@@ -97,7 +97,7 @@ class WandbRun:
         try:
             values = json.loads((folder / STATE_NAME).read_bytes())
             run = cls(str(values["id"]), int(values["attempt"]), int(values["repeated"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
             return None
         with suppress(OSError, ValueError):  # not there: the folder was moved, or is mounted elsewhere
             written_in = Path(str(values.get("folder", folder)))

@@ -43,7 +43,10 @@ def test_undone_steps_count_also_without_a_line_of_their_own() -> None:
 def test_a_resumed_clock_knows_what_was_spent_also_on_lost_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert TrainingClock.after(path, 10).seconds == 0
-    path.write_text('{"training_seconds": 5.0}\nnonsense\n[]\n{"training_seconds": 9.0}\n{"training_sec')
+    path.write_text(
+        '{"training_seconds": 5.0}\nnonsense\n[]\n{"training_seconds": 1%s}\n{"training_seconds": 9.0}\n{"training_sec'
+        % ("0" * 400)
+    )
     assert TrainingClock.after(path, 0).seconds == 0  # a new run
     clock = TrainingClock.after(path, 10)
     clock.add(metrics(12, 1.0))

@@ -126,7 +126,11 @@ def test_a_job_that_begins_again(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"id": "../x", "attempt": 1, "repeated": 0}', '{"id": "a"}', "[" * 9999]
+    "content",
+    [
+        *("", "{", "[]", '{"id": "../x", "attempt": 1, "repeated": 0}', '{"id": "a"}', "[" * 9999),
+        '{"id": "a", "attempt": 1e999, "repeated": 0}',
+    ],
 )
 def test_a_damaged_note_of_the_run_means_a_new_one(tmp_path: Path, content: str) -> None:
     (tmp_path / STATE_NAME).write_text(content)
