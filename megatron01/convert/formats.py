@@ -37,11 +37,14 @@ def checkpoints_of_run(path: Path) -> Path | None:
     if not (path / "config.yaml").is_file() or not (path / "environment.json").is_file():
         return None
     environment = read_json_object(path / "environment.json", expected="one that a run has written")
-    save = flat_settings(load_plain_yaml(path / "config.yaml")).get("checkpoint.save", "null")
+    settings = flat_settings(load_plain_yaml(path / "config.yaml"))
+    save = settings.get("checkpoint.save", "null")
     if save == "null":
         raise UserError(f"{path} is the folder of a run that saved no checkpoints; give the folder of a model")
-    places = (Path(save), Path(str(environment.get("working_folder", ""))) / save, path / Path(save).name)
-    for place in places:
+    then = Path(str(environment.get("working_folder", "")))
+    # seen from the run's folder as they were then: both may have been moved or copied together
+    way = os.path.relpath(then / save, then / settings.get("logging.run_dir", ""))
+    for place in (Path(os.path.abspath(path / way)), then / save, path / Path(save).name):
         if is_checkpoint(place):
             return place
     raise UserError(f"{path} is the folder of a run whose checkpoints {save} do not exist; give their folder")

@@ -251,20 +251,28 @@ def test_configs_and_launchers_by_name(capsys: pytest.CaptureFixture[str]) -> No
     assert "torchrun.sh" in capsys.readouterr().out
 
 
+def make_checkpoint(folder: Path) -> None:
+    (folder / "iter_0000001").mkdir(parents=True)
+    (folder / "iter_0000001" / "config.yaml").write_text("")
+
+
 def test_the_checkpoints_of_a_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir, work = tmp_path / "runs" / "a", tmp_path / "work"
     run_dir.mkdir(parents=True)
     assert checkpoints_of_run(run_dir) is None
     (run_dir / "environment.json").write_text(f'{{"working_folder": "{work}"}}')
-    (run_dir / "config.yaml").write_text("checkpoint:\n  save: checkpoints/a\n")
+    (run_dir / "config.yaml").write_text("checkpoint:\n  save: checkpoints/a\nlogging:\n  run_dir: runs/a\n")
+    other = tmp_path / "other"  # where another run has checkpoints of that name
+    make_checkpoint(other / "checkpoints" / "a")
+    monkeypatch.chdir(other)
     with pytest.raises(UserError, match="is the folder of a run whose checkpoints checkpoints/a do not exist"):
         checkpoints_of_run(run_dir)
-    for place in (run_dir / "a", work / "checkpoints" / "a", tmp_path / "checkpoints" / "a"):  # the last one wins
-        (place / "iter_0000001").mkdir(parents=True)
-        (place / "iter_0000001" / "config.yaml").write_text("")
-        monkeypatch.chdir(tmp_path)
-        found = checkpoints_of_run(run_dir)
-        assert found is not None and found.resolve() == place
+    # the last one wins; that is where they are after all of the run's files have been moved or copied
+    for place in (run_dir / "a", work / "checkpoints" / "a", tmp_path / "checkpoints" / "a"):
+        make_checkpoint(place)
+        assert checkpoints_of_run(run_dir) == place
+    monkeypatch.chdir(tmp_path)
+    assert checkpoints_of_run(Path("runs/a")) == tmp_path / "checkpoints" / "a"
     (run_dir / "config.yaml").write_text("checkpoint:\n  save: null\n")
     with pytest.raises(UserError, match="is the folder of a run that saved no checkpoints"):
         checkpoints_of_run(run_dir)
