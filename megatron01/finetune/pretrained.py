@@ -36,6 +36,7 @@ from megatron01.convert.native import is_checkpoint
 from megatron01.convert.portable import refuse_non_finite
 from megatron01.data.tokenizers import SentencePieceTokenizer, Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
+from megatron01.utils.files import writing
 from megatron01.utils.formatting import one_line
 
 if TYPE_CHECKING:
@@ -157,7 +158,8 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
         if tokenizer is None:
             return _load_folder(path, path, load, head)
         with tempfile.TemporaryDirectory() as folder:
-            write_tokenizer(tokenizer, Path(folder), max_length=_NO_LIMIT)
+            with writing(tempfile.gettempdir(), "set TMPDIR"):
+                write_tokenizer(tokenizer, Path(folder), max_length=_NO_LIMIT)
             pretrained = _load_folder(path, Path(folder), load, head, tokenizer.built)
         config = pretrained.config
         own = find_tokenizer(path, model_type=config.model_type, num_ids=config.vocab_size)
@@ -171,12 +173,8 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
         )
     own_tokenizer = portable.built_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
-        try:
+        with writing(tempfile.gettempdir(), "set TMPDIR"):
             write_hf_folder(portable, Path(folder), dtype="fp32")
-        except OSError as error:
-            raise UserError(
-                f"{tempfile.gettempdir()} has no room for a copy of the model ({error}); set TMPDIR"
-            ) from error
         return _load_folder(Path(folder), Path(folder), portable.source, head, own_tokenizer)
 
 

@@ -15,6 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import IO, Any
 
+from safetensors import SafetensorError
+
 from megatron01.errors import UserError
 
 SHIPPED = Path(__file__).resolve().parents[1] / "shipped"
@@ -164,12 +166,16 @@ def write_atomically(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def writing(place: str | os.PathLike[str], advice: str = "") -> Iterator[None]:
-    """Context manager that turns an OSError into a UserError: ``place``, a file or folder, cannot be written."""
+    """Context manager that turns an error of the system into a UserError: ``place``, a file or folder, is not writable.
+
+    safetensors has an error of its own for what Python raises as an OSError.
+    """
     try:
         yield
-    except OSError as error:
-        refuse_too_many_open_files(error, place)
-        reason = "; ".join(filter(None, (error.strerror or str(error), advice)))
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError):
+            refuse_too_many_open_files(error, place)
+        reason = "; ".join(filter(None, (getattr(error, "strerror", None) or str(error), advice)))
         raise UserError(f"{place} cannot be written: {reason}") from error
 
 

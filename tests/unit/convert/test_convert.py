@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron01.cli import main
-from megatron01.convert import huggingface as hf_folder
 from megatron01.convert.formats import new_folder, read_model
 from megatron01.convert.native import read_checkpoint, write_checkpoint
 
@@ -78,14 +78,15 @@ def test_what_cannot_be_read_is_not_said_of_the_output(tmp_path, capsys):
     assert status == 2 and "x cannot be read: File name too long" in errors and "there" not in errors
 
 
-def test_a_failure_leaves_nothing(gpt_checkpoint, tmp_path, monkeypatch):
-    def full(*arguments: object, **keywords: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(hf_folder, "save_file", full)
-    with pytest.raises(SystemExit) as ended:
-        main(["convert", "--load", str(gpt_checkpoint), "--save", str(tmp_path / "hf")])
-    assert ended.value.code == 2
+@pytest.mark.parametrize("form", ["huggingface", "megatron01"])
+def test_a_disk_that_takes_no_more(gpt_checkpoint, tmp_path, capsys, form):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", tmp_path / "out", "--to", form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert status == 2 and "cannot be written: " in errors and "File too large" in errors and errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 

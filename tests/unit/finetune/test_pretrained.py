@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -147,6 +149,20 @@ def test_a_checkpoint_with_a_sentencepiece_model(tmp_path):
         (pair,) = found.encoder.encode(["the fox"], [" a  dog"], 64)
         assert pair.ids.tolist() == [special.cls, *first, special.sep, *second, special.sep]
         assert pair.types.tolist() == [0] * (len(first) + 2) + [1] * (len(second) + 1)
+
+
+def test_no_room_for_a_copy_of_the_model(corpus, folder, tmp_path, monkeypatch):
+    save_trained(bert_config(corpus), tmp_path / "trained")
+    files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for source, tokenizer, most in ((tmp_path / "trained", None, 1 << 14), (folder, files, 8)):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+            with pytest.raises(UserError, match=f"{tmp_path} cannot be written: .*File too large.*; set TMPDIR"):
+                load_pretrained(str(source), tokenizer, HEAD)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_another_tokenizer_given_by_hand(folder, corpus, tmp_path):
