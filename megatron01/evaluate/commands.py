@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -41,6 +42,9 @@ def generate(config: GenerateConfig) -> None:
     if config.output is not None:
         with writing(f"the folder {config.output.parent} of output"):
             config.output.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=config.output.parent).close()
+        if config.output.is_dir():
+            raise UserError(f"output {config.output} cannot be written: Is a directory")
     loaded = _load(config)
     model, tokenizer = loaded.gpt2(), loaded.tokenizer
     sampling = Sampling(greedy=config.greedy, temperature=config.temperature, top_k=config.top_k, top_p=config.top_p)

@@ -92,6 +92,8 @@ def test_the_folder_of_the_output_is_made_before_the_work(folder, tmp_path, caps
     assert json.loads(output.read_text())["tokens"] == 2
     status, _, errors = run(capsys, "generate", "--load", "nothing", *arguments[3:-1], output / "b.jsonl")
     assert status == 2 and errors == f"error: the folder {output} of output cannot be written: File exists\n"
+    status, _, errors = run(capsys, "generate", "--load", "nothing", *arguments[3:-1], tmp_path / "new")
+    assert status == 2 and errors == f"error: output {tmp_path / 'new'} cannot be written: Is a directory\n"
 
 
 def test_interactive(folder, capsys, monkeypatch):
