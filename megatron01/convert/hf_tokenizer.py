@@ -19,6 +19,7 @@ CONFIG_FILE = "tokenizer_config.json"
 DEFINITION_FILE = "tokenizer.json"
 _COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
 SENTENCEPIECE_FILE = "tokenizer.model"  # as it is exported
+_OWN_CLASSES = ("BertTokenizer", "GPT2Tokenizer")  # transformers' names of the tokenizers that megatron01 has, too
 _SENTENCEPIECE_FILES = (SENTENCEPIECE_FILE, "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -78,14 +79,16 @@ def find_tokenizer(folder: Path, *, model_type: str, num_ids: int) -> TokenizerF
     settings, definition = _entries(folder / CONFIG_FILE), _entries(folder / DEFINITION_FILE)
     rules = _rules(settings, definition)
     lower_case = rules["do_lower_case"]
+    kind = settings.get("tokenizer_class") or _entries(folder / "config.json").get("tokenizer_class")
+    is_own = kind is None or str(kind).removesuffix("Fast") in _OWN_CLASSES  # others divide text into words otherwise
     own = None
-    if model_type == "gpt2" and {"vocab.json", "merges.txt"} <= names:
+    if is_own and model_type == "gpt2" and {"vocab.json", "merges.txt"} <= names:
         own = TokenizerFiles(
             tokenizer_type="GPT2BPETokenizer",
             vocab_file=str(folder / "vocab.json"),
             merge_file=str(folder / "merges.txt"),
         )
-    if model_type != "gpt2" and "vocab.txt" in names:
+    if is_own and model_type != "gpt2" and "vocab.txt" in names:
         own = TokenizerFiles(
             tokenizer_type="BertWordPieceLowerCase" if lower_case else "BertWordPieceCase",
             vocab_file=str(folder / "vocab.txt"),

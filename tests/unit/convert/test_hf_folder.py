@@ -152,6 +152,26 @@ def test_a_tokenizer_with_other_rules_or_more_tokens(source, changes, tmp_path, 
     assert (ours.vocab_size, ours.notes) == (len(theirs), ())
 
 
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_a_vocabulary_for_a_tokenizer_of_another_class(bert_folder, tmp_path, file):
+    """Such as one that divides text into words in its own way; its ``tokenizer.json`` is followed if it has one."""
+    folder = copy(bert_folder, tmp_path / "hf")
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / file).write_text(
+        json.dumps(json.loads((folder / file).read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    definition["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [{"type": "Split", "pattern": {"String": "x"},
+        "behavior": "Removed", "invert": False}, definition["pre_tokenizer"]]}  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "thexfox"
+    expected = theirs(text, add_special_tokens=False).input_ids
+    assert len(expected) == 2 and read_hf_folder(folder).built_tokenizer().encode(text) == expected
+    (folder / "tokenizer.json").unlink()
+    assert read_hf_folder(folder).tokenizer is None
+
+
 def test_settings_of_a_tokenizer_that_no_file_follows(bert_folder, tmp_path):
     shutil.copytree(bert_folder, tmp_path / "hf")
     path = tmp_path / "hf" / "tokenizer_config.json"
