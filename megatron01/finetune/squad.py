@@ -372,6 +372,7 @@ def squad(config: SquadConfig) -> None:
     )
     sweep.execute()
     best = sweep.show()
-    if best:
-        print(f"answers of the best run: {bench.answers_folder(best[TASK].best_run(COLUMNS[0].metric))}")
+    # a run that diverged has none
+    if best and (answers := bench.answers_folder(best[TASK].best_run(COLUMNS[0].metric))).is_dir():
+        print(f"answers of the best run: {answers}")
     sweep.finish(best)

@@ -254,8 +254,8 @@ class Sweep:
     def finish(self, best: Mapping[str, Setting]) -> None:
         """If models or predictions are wanted, train the best run of each task once more and write them.
 
-        What was written already is skipped. Only warns while runs are missing, and in array jobs. Raises UserError if
-        something cannot be written.
+        What was written already is skipped. Only warns of a run that diverges, while runs are missing, and in array
+        jobs. Raises UserError if something cannot be written.
         """
         config = self._config
         wanted = "-".join(name for name in ("save_models", "submission") if getattr(config, name, False))
@@ -276,5 +276,9 @@ class Sweep:
                     print(f"{run}: written before; to do it again, remove {marker}")
                     continue
                 print(f"training once more: {run}", flush=True)
-                self._bench.write(self._bench.train(run)[0], task)
+                model, training = self._bench.train(run)
+                if training.loss is None:
+                    results.warn(f"{run} diverged, so nothing is written of it")
+                    continue
+                self._bench.write(model, task)
             results.write_file(marker, contents)

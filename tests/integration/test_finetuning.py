@@ -288,8 +288,16 @@ def test_squad(model_folder: Path, squad_file: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     run([*command, "--save-models"])
     shown = capsys.readouterr().out
-    assert "1 runs, 1 finished, 0 to do here" in shown
+    assert "1 runs, 1 finished, 0 to do here" in shown and f"answers of the best run: {answers}\n" in shown
     assert f"written before; to do it again, remove {tmp_path}/sweep/finished/SQuAD-save_models.json" in shown
+
+
+def test_squad_where_all_runs_diverge(
+    model_folder: Path, squad_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run([*squad_command(model_folder, squad_file, tmp_path / "sweep"), "--learning-rates", "1e30"])
+    assert "answers" not in capsys.readouterr().out
+    assert not (tmp_path / "sweep" / "answers").exists()
 
 
 @pytest.mark.parametrize(
@@ -316,11 +324,15 @@ def test_squad_files_that_cannot_be_used(
         read_squad(squad_file)
 
 
-def test_a_run_that_diverges_counts_as_zero(model_folder: Path, data: Path, tmp_path: Path):
+def test_a_run_that_diverges_counts_as_zero(
+    model_folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     config = settings(model_folder, data, tmp_path, tasks=("MRPC",), clip_grad=0.0) | {"learning_rates": (1e30,)}
-    glue(GlueConfig(**config | {"epochs": 5.0}))
+    glue(GlueConfig(**config | {"epochs": 5.0, "save_models": True, "submission": True}))
     (result,) = results(tmp_path).values()
     assert result["diverged"]
     assert result["loss"] is None
     assert result["metrics"] == {"accuracy": 0.0, "f1": 0.0}
     assert (tmp_path / "settings.csv").read_text().splitlines()[1].endswith(",1,1")
+    assert "WARNING: MRPC batch 2 lr 1e+30 seed 0 diverged, so nothing is written of it" in capsys.readouterr().err
+    assert not any((tmp_path / name).exists() for name in ("models", "submission", "finished"))
