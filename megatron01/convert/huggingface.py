@@ -440,11 +440,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     Raises UserError if there are none, or a file is damaged.
     """
     for name in (_SAFETENSORS, _PICKLED):
-        index = folder / f"{name}.index.json"
-        if not index.is_file() and not (folder / name).is_file():
+        whole, index = folder / name, folder / f"{name}.index.json"
+        if not index.is_file() and not whole.is_file():
             continue
         weights: dict[str, Tensor] = {}
-        for file in _shards(index) if index.is_file() else [folder / name]:
+        for file in [whole] if whole.is_file() else _shards(index):  # transformers leaves the index of old shards there
             try:
                 with open(file, "rb") as opened:
                     is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER

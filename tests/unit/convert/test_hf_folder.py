@@ -300,9 +300,26 @@ def test_a_folder_without_a_tokenizer(gpt_folder, tmp_path):
 )
 def test_damaged_files_are_named(gpt_folder, tmp_path, name, content, message):
     folder = copy(gpt_folder, tmp_path / "damaged")
+    if name.endswith(".index.json"):
+        (folder / "model.safetensors").unlink()
     (folder / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         read_hf_folder(folder)
+
+
+def test_one_file_comes_before_shards(gpt_folder, tmp_path):
+    """As in transformers, which leaves the index of earlier shards there when it saves a model as one file."""
+    theirs = load("AutoModelForCausalLM", gpt_folder)
+    theirs.save_pretrained(tmp_path, max_shard_size="20KB")
+    old = {path.name: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
+    with torch.no_grad():
+        theirs.transformer.ln_f.bias.fill_(0.5)
+    theirs.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    assert read_hf_folder(tmp_path).weights["transformer.final_norm.bias"].eq(0.5).all()
+    for name, content in old.items():
+        (tmp_path / name).write_bytes(content)
+    assert read_hf_folder(tmp_path).weights["transformer.final_norm.bias"].eq(0.5).all()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
