@@ -165,6 +165,10 @@ def convert(config: ConvertConfig) -> None:
         to_hf = config.to == "huggingface" or (config.to == "auto" and is_own)
         if to_hf:
             notes += write_hf_folder(model, folder, dtype=config.dtype)
+        elif config.dtype != "fp32":
+            raise UserError(
+                f"dtype is {config.dtype}, and checkpoints here hold fp32; leave it out, or add --to huggingface"
+            )
         else:
             write_checkpoint(model, folder, final=final)
             damaged = non_finite(model.weights)

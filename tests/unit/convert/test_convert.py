@@ -107,6 +107,15 @@ def test_megatron_goes_to_hugging_face_at_once(gpt_checkpoint, tmp_path, capsys)
     assert torch.equal(found.weights[name], expected.weights[name])
 
 
+@pytest.mark.parametrize("form", ["auto", "megatron01"])
+def test_a_type_that_the_format_lacks(gpt_checkpoint, tmp_path, capsys, form):
+    assert run(capsys, "--load", gpt_checkpoint, "--save", tmp_path / "hf")[0] == 0
+    arguments = ["--load", tmp_path / "hf", "--save", tmp_path / "x", "--to", form, "--dtype", "bf16"]
+    status, _, errors = run(capsys, *arguments)
+    assert status == 2 and not (tmp_path / "x").exists()
+    assert errors == "error: dtype is bf16, and checkpoints here hold fp32; leave it out, or add --to huggingface\n"
+
+
 def test_other_tokenizer_files_must_be_complete(gpt_checkpoint, tmp_path, capsys):
     status, _, errors = run(capsys, "--load", gpt_checkpoint, "--save", tmp_path / "hf", "--vocab-file", "v.json")
     assert status == 2 and "give --tokenizer-type" in errors
