@@ -141,7 +141,9 @@ def _tsv(path: Path, headless: tuple[str, ...], wanted: Sequence[tuple[str, ...]
     if headless and not set(headless) & set(header):
         header, lines = headless, _lines(path)
     for names in wanted:
-        _column(names, header, place)
+        name = _column(names, header, place)
+        if header.count(name) > 1:
+            raise UserError(f"{place} has the column {name!r} twice; expected one")
     for place, line in lines:
         yield place, dict(itertools.zip_longest(header, line.split("\t")[: len(header)]))
 

@@ -198,6 +198,8 @@ def read_published(path: Path, titles: tuple[str, ...]) -> list[TableRow]:
                     raise UserError(
                         f"{path} has a column {name!r}{nearest(name, titles)}; expected {', '.join(titles)}"
                     )
+                if names.count(name) > 1:
+                    raise UserError(f"{path} has a column {name!r} twice; expected each once")
             if "model" not in names:
                 raise UserError(f"{path} has no column 'model', only {', '.join(names) or 'nothing'}")
             return [_row(entries, f"{path} line {reader.line_num}") for entries in reader]

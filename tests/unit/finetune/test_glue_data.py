@@ -119,6 +119,7 @@ def test_cola_with_a_header_too(tmp_path):
             b"index\tsentence1\tlabel\n",
             r"train.tsv line 1: there is no column 'sentence2' or 'hypo",
         ),
+        ("SST-2", "train.tsv", b"label\tsentence\tlabel\n0\ta\t1\n", r"train.tsv line 1 has the column 'label' twice"),
         ("SST-2", "train.tsv", b"", r"train.tsv line 1: there is no column 'sentence', only ''"),
         ("SST-2", "train.tsv", b"sentence\tlabel\n", r"train.tsv holds no examples"),
         (

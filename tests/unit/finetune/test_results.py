@@ -106,6 +106,7 @@ def test_rows_that_a_user_adds(tmp_path):
     ("content", "message"),
     [
         (b"model,RTL\nx,1\n", r"more.csv has a column 'RTL'; did you mean 'RTE'\?"),
+        (b"model,RTE,RTE\nx,1,2\n", r"more.csv has a column 'RTE' twice; expected each once"),
         (b"RTE\n1\n", r"more.csv has no column 'model', only RTE"),
         (b"", r"more.csv has no column 'model', only nothing"),
         (b"model,RTE\nx,1\ny,high\n", r"more.csv line 3: RTE is 'high'; expected a number in per cent"),
