@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,7 @@ _DROPOUTS = (  # names in configurations of transformers' encoders
 _POSITIONS_BEHIND_PADDING = ("camembert", "roberta", "xlm-roberta")
 _HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
 _TEXTS_AT_ONCE = 4096
+_LAYER = re.compile(r"\.\d+\.")  # its number in the name of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,12 @@ def _load_folder(
                 f"{source} lacks the weights {name}, or their shape is not that of its settings; copy it again"
             )
         del body[name]
+    places = {_LAYER.sub(".#.", name) for name in body}  # a file of a model without a head has no prefix
+    if more := [n for n in loaded["unexpected_keys"] if {_LAYER.sub(".#.", f"{p}{n}") for p in ("", prefix)} & places]:
+        raise UserError(
+            f"{source} has more layers than its settings say ({min(more)}); expected config.json and weights of one"
+            " model"
+        )
     refuse_non_finite(body, source)
     encoder = _encoder(tokenizer, config, source)
     positions = getattr(config, "max_position_embeddings", None) or tokenizer.model_max_length

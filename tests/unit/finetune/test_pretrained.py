@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification, RobertaConfig, RobertaForMaskedLM
+from transformers import BertForPreTraining, BertForSequenceClassification, BertModel, RobertaConfig, RobertaForMaskedLM
 
 from megatron01.config import BertModelConfig
 from megatron01.convert.formats import read_model
@@ -22,6 +22,7 @@ from megatron01.errors import UserError
 from megatron01.finetune.pretrained import load_pretrained
 from tests.integration.tiny import bert_config, gpt_config
 from tests.unit.convert.trained import save_trained
+from tests.unit.finetune.models import write_model
 
 HEAD = "SequenceClassification"
 
@@ -186,6 +187,17 @@ def test_another_tokenizer_for_a_model_with_a_head(folder, corpus):
     BertForSequenceClassification.from_pretrained(folder, num_labels=3).save_pretrained(folder)
     files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
     assert load_pretrained(str(folder), files, HEAD).max_length == 32
+
+
+@pytest.mark.parametrize("kind", [BertForPreTraining, BertModel])
+@pytest.mark.parametrize("head", [HEAD, "QuestionAnswering"])
+def test_weights_of_more_layers_than_the_settings_say(corpus, tmp_path, kind, head):
+    folder = write_model(tmp_path, corpus, num_layers=2)
+    kind.from_pretrained(folder).save_pretrained(folder)
+    assert load_pretrained(str(folder), None, head).config.num_hidden_layers == 2
+    change(folder / "config.json", num_hidden_layers=1)
+    with pytest.raises(UserError, match=r"has more layers than its settings say \(.*layer\.1\..*\); expected config"):
+        load_pretrained(str(folder), None, head)
 
 
 def test_what_is_no_bert_or_damaged(folder, corpus, tmp_path):
