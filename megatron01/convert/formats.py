@@ -44,7 +44,7 @@ def checkpoints_of_run(path: Path) -> Path | None:
     then = Path(str(environment.get("working_folder", "")))
     # seen from the run's folder as they were then: both may have been moved or copied together
     way = os.path.relpath(then / save, then / settings.get("logging.run_dir", ""))
-    for place in (Path(os.path.abspath(path / way)), then / save, path / Path(save).name):
+    for place in (Path(os.path.normpath(path / way)), then / save, path / Path(save).name):
         if is_checkpoint(place):
             return place
     raise UserError(f"{path} is the folder of a run whose checkpoints {save} do not exist; give their folder")

@@ -272,7 +272,7 @@ def test_the_checkpoints_of_a_run_are_found(tmp_path: Path, monkeypatch: pytest.
         make_checkpoint(place)
         assert checkpoints_of_run(run_dir) == place
     monkeypatch.chdir(tmp_path)
-    assert checkpoints_of_run(Path("runs/a")) == tmp_path / "checkpoints" / "a"
+    assert checkpoints_of_run(Path("runs/a")) == Path("checkpoints/a")
     (run_dir / "config.yaml").write_text("checkpoint:\n  save: null\n")
     with pytest.raises(UserError, match="is the folder of a run that saved no checkpoints"):
         checkpoints_of_run(run_dir)
