@@ -35,22 +35,24 @@ class Pretraining:
         Raises UserError for a mistake in the settings or the data.
         """
         config = parse(
-            cls.config_class,
-            argv,
-            prog=prog,
-            description=cls.description,
-            other_files=DeepSpeedSource(),
-            check=_check_processes,
+            cls.config_class, argv, prog=prog, description=cls.description, other_files=DeepSpeedSource(), check=_check
         )
         from megatron01.training import pretrain
 
         return pretrain(config, cls.build_datasets, cls.build_model, cls.forward_step)
 
 
-def _check_processes(config: PretrainConfig) -> None:
-    """Raises UserError if the launcher has not started whole replicas, or the batch is not a multiple of theirs."""
+def _check(config: PretrainConfig) -> None:
+    """Raises UserError if the schedule or its synchronizations cannot be, or not with the processes of the launcher.
+
+    These have to make up whole replicas, of whose batch the global one is a multiple.
+    """
+    from megatron01.optim.policies import build_sync_policy
+    from megatron01.optim.schedule import build_schedule
     from megatron01.parallel import LaunchEnvironment
 
+    schedule = build_schedule(config.optimizer, config.training.train_iters)
+    build_sync_policy(config.optimizer.sync_policy, schedule, config.optimizer.max_sync_interval)
     environment = LaunchEnvironment.read(os.environ)
     if environment.launcher != "single process":
         config.training.resolved_global_batch_size(config.distributed.num_replicas(environment.world_size))

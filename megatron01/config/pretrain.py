@@ -332,13 +332,8 @@ class PretrainConfig:
         self._check_tensor_parallelism()
 
     def _check_optimizer(self) -> None:
-        """Raises UserError if the optimizer cannot exchange between these replicas, or not follow its schedule."""
-        from megatron01.optim.policies import build_sync_policy
-        from megatron01.optim.schedule import build_schedule
-
+        """Raises UserError if the optimizer cannot exchange between these replicas."""
         name, distributed = self.optimizer.optimizer, self.distributed
-        schedule = build_schedule(self.optimizer, self.training.train_iters)
-        build_sync_policy(self.optimizer.sync_policy, schedule, self.optimizer.max_sync_interval)
         if self.optimizer.auto:
             choice = " and ".join(choice for choice, spec in optimizers().items() if spec.automatic)
             require(

@@ -10,14 +10,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron01.errors import UserError, nearest, require_integer
 from megatron01.optim.schedule import Schedule
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,6 @@ class SyncPolicy:
         while changes[-1] < steps:
             first = changes[-1]
             changes.append(bisect.bisect_right(range(steps), self.interval(first), lo=first, key=self.interval))
-        import numpy as np
-
         interval = np.zeros(steps, np.min_scalar_type(self.interval(steps - 1)))
         synchronizes = np.zeros(steps, bool)
         previous = -1
@@ -129,8 +126,6 @@ class VariancePolicy:
 
     def table(self, steps: int, frozen_from: int) -> NDArray[np.bool_]:
         """bool[steps], ``refreshes``, where the second moment is frozen from step ``frozen_from`` on."""
-        import numpy as np
-
         refreshes = np.zeros(steps, bool)
         first, distance = 0, 1
         while first < min(steps, frozen_from):

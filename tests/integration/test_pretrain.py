@@ -498,6 +498,7 @@ def test_what_does_not_fit_is_one_line_on_every_rank(corpus, tmp_path):
         (with_settings(fresh, data_path=(f"{tmp_path}/nothing",)), "nothing"),
         (with_settings(fresh, vocab_file=f"{tmp_path}/nothing.json"), "nothing.json"),
         (with_settings(fresh, global_batch_size=6), "global_batch_size 6"),
+        (with_settings(fresh, lr_warmup_iters=3), "warm-up"),
     ]
     runs = run_together(config, *(case for case, _ in cases))
     for first, *messages in runs:

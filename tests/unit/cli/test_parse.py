@@ -13,6 +13,7 @@ from megatron01.config.command_line import parse
 from megatron01.config.fields import Bounded, Bounds, NotNegative, Positive, Settings
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
+from megatron01.pretraining import GPT
 from tests.unit.cli.configurations import Config, Flat
 
 
@@ -109,7 +110,7 @@ def test_a_flag_may_mend_what_contradicts_in_the_file(tmp_path: Path) -> None:
 )
 def test_a_schedule_that_cannot_be_is_found_without_training(flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
-        read("--train-iters", "100", *flags, "--print-config", config_class=GPTPretrainConfig)
+        GPT.run(["--train-iters", "100", *flags, "--print-config"], "pretrain_gpt.py")
 
 
 def test_an_optional_setting_can_be_unset(files: tuple[str, str]) -> None:

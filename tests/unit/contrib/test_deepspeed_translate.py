@@ -418,7 +418,7 @@ def test_every_setting_that_fields_set_exists() -> None:
     everything = {
         "train_batch_size": 16,
         **optimizer("ZeroOneAdam"),
-        **scheduler("WarmupCosineLR", total_num_steps=3000),
+        **scheduler("WarmupCosineLR", total_num_steps=3),
         "fp16": {
             "enabled": True,
             "loss_scale": 1,
