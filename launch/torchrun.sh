@@ -4,7 +4,7 @@
 #   launch/torchrun.sh [--dry-run] SCRIPT [FLAGS...]                    one machine
 #   NODES=4 RENDEZVOUS=host0:29400 launch/torchrun.sh pretrain_bert.py --config configs/bert/base.yaml --save FOLDER
 #
-# Start the second on all 16 machines, in any order; host0 is one of them. When a process fails or is killed, all are
+# Start the second on all 4 machines, in any order; host0 is one of them. When a process fails or is killed, all are
 # restarted and resume from the last checkpoint (--load auto). --dry-run shows the commands. To be set in the
 # environment:
 #
