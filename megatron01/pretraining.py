@@ -54,7 +54,8 @@ def _check(config: PretrainConfig) -> None:
     schedule = build_schedule(config.optimizer, config.training.train_iters)
     build_sync_policy(config.optimizer.sync_policy, schedule, config.optimizer.max_sync_interval)
     environment = LaunchEnvironment.read(os.environ)
-    if environment.launcher != "single process":
+    # what prepares the data may be started on fewer processes than the run
+    if environment.launcher != "single process" and not config.data.prepare_only:
         config.training.resolved_global_batch_size(config.distributed.num_replicas(environment.world_size))
 
 

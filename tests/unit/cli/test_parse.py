@@ -113,6 +113,16 @@ def test_a_schedule_that_cannot_be_is_found_without_training(flags: tuple[str, .
         GPT.run(["--train-iters", "100", *flags, "--print-config"], "pretrain_gpt.py")
 
 
+def test_a_batch_has_to_fit_the_processes_of_a_run_but_not_of_its_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    flags = ["--global-batch-size", "64", "--micro-batch-size", "4", "--print-config"]
+    with pytest.raises(UserError, match="micro_batch_size 4 x 3 replicas = 12"):
+        GPT.run(flags, "pretrain_gpt.py")
+    with pytest.raises(SystemExit):
+        GPT.run([*flags, "--prepare-only"], "pretrain_gpt.py")
+
+
 def test_an_optional_setting_can_be_unset(files: tuple[str, str]) -> None:
     assert read("--config", files[0], "--width", "none").shape.width is None
 
