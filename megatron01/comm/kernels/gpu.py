@@ -588,23 +588,20 @@ def _pack_blocks(
     total,
     takes_part,
     inside,
-    rows,
-    row_start,
-    index,
-    codes_at,
+    place,
     element,
-    key_low,
-    key_high,
+    key,
     BITS: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Pack ``total`` (0 where not active) to blocks ``index`` of rows.
+    """Pack ``total`` (0 where not active) to ``place``: rows, and ``load_codes``'s row start, index and codes' byte.
 
-    ``element`` are the numbers of the elements in their buffer, for random draws. Returns the quantization error, and
-    int32[BLOCKS], the sums of the 32-bit words that are written.
+    ``element`` are the numbers of the elements in their buffer, for random draws with ``key`` (two int32). Returns the
+    quantization error, and int32[BLOCKS], the sums of the 32-bit words that are written.
     """
+    rows, row_start, index, codes_at = place
     scale = tl.full([BLOCKS], 1.0, tl.float32)
     words_sum = tl.full([BLOCKS], 0, tl.int32)
     if SCALED:
@@ -622,7 +619,7 @@ def _pack_blocks(
         tl.store(scales_of(rows) + row_start // 2 + index, stored, mask=inside)
         words_sum = stored.to(tl.int32) << (index % 2 * 16)  # two scales share a word
     if BITS == 1:
-        bits = total >= 0.0 if SCALED else total > uniform_draws(key_low, key_high, element)
+        bits = total >= 0.0 if SCALED else total > uniform_draws(key[0], key[1], element)
         packed = pack_bits(bits)
         words_sum = add_words(words_sum, tl.sum(packed, axis=1))
         says = signed(bits, scale)
@@ -682,22 +679,8 @@ def compress_kernel(
     row = (block - first_row_block) // row_blocks
     row_start = row.to(tl.int64) * row_bytes
     index = (block - first_row_block) % row_blocks
-    lost, words_sums = _pack_blocks(
-        total,
-        takes_part,
-        inside,
-        rows,
-        row_start,
-        index,
-        codes_at,
-        element,
-        key_low,
-        key_high,
-        BITS,
-        SCALED,
-        BLOCKS,
-        WORDS,
-    )
+    place, key = (rows, row_start, index, codes_at), (key_low, key_high)
+    lost, words_sums = _pack_blocks(total, takes_part, inside, place, element, key, BITS, SCALED, BLOCKS, WORDS)
     store_flat(new_error, element, mask, lost)
     if SEALS:
         words = row_bytes // 4
@@ -756,22 +739,9 @@ def reduce_kernel(
         words, scale = next_words, next_scale
     mean = mean_of(total, NUM_ROWS)
     mean = tl.where(takes_part, mean + residual, 0.0)
-    lost, words_sums = _pack_blocks(
-        mean,
-        takes_part,
-        inside,
-        out,
-        tl.full([BLOCKS], 0, tl.int64),
-        index,
-        codes_at,
-        element_places(first_block + index, WORDS),
-        key_low,
-        key_high,
-        BITS,
-        SCALED,
-        BLOCKS,
-        WORDS,
-    )
+    packed_place = out, tl.full([BLOCKS], 0, tl.int64), index, codes_at
+    element, key = element_places(first_block + index, WORDS), (key_low, key_high)
+    lost, words_sums = _pack_blocks(mean, takes_part, inside, packed_place, element, key, BITS, SCALED, BLOCKS, WORDS)
     store_flat(error, place, mask, lost)
     is_last, content_sum = add_part(sums, tl.sum(words_sums, axis=0), tl.num_programs(0))
     if is_last:
@@ -780,20 +750,13 @@ def reduce_kernel(
 
 @triton.jit
 def decode_blocks(
-    block,
-    inside,
-    rows,
-    active,
-    first_row_block,
-    row_blocks,
-    row_bytes,
-    codes_at,
-    BITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    WORDS: tl.constexpr,
+    rows, packed, block, inside, BITS: tl.constexpr, SCALED: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.constexpr
 ):
-    """fp32[BLOCKS, WORDS, 32]: decoded blocks of a packed buffer, 0 where not active."""
+    """fp32[BLOCKS, WORDS, 32]: decoded blocks of a packed buffer, 0 where not active.
+
+    ``packed``: active words, block at which row 0 starts, blocks and bytes of a row, and its byte at which codes start.
+    """
+    active, first_row_block, row_blocks, row_bytes, codes_at = packed
     row_start = ((block - first_row_block) // row_blocks).to(tl.int64) * row_bytes
     index = (block - first_row_block) % row_blocks
     words, scale = load_codes(rows, row_start, index, inside, codes_at, BITS, SCALED, WORDS)
@@ -820,9 +783,8 @@ def decode_kernel(
     """Decode the blocks [first, last) to ``out``, whose first block is ``first``."""
     block = block_numbers(first, BLOCKS)
     inside = block < last
-    says = decode_blocks(
-        block, inside, rows, active, first_row_block, row_blocks, row_bytes, codes_at, BITS, SCALED, BLOCKS, WORDS
-    )
+    packed = active, first_row_block, row_blocks, row_bytes, codes_at
+    says = decode_blocks(rows, packed, block, inside, BITS, SCALED, BLOCKS, WORDS)
     tl.store(out + element_places(block - first, WORDS), says, mask=inside[:, None, None])
 
 

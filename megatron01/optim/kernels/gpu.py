@@ -36,66 +36,35 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def _cast(values, pointer):
-    """``values`` (fp32) as elements of a buffer, rounded to nearest even; the interpreter cannot do that for bf16."""
-    if _INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:
-        bits = values.to(tl.uint32, bitcast=True)
-        rounded = tl.add(bits, 0x7FFF + ((bits >> 16) & 1), sanitize_overflow=False) >> 16
-        stored = tl.where(values == values, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:
-        stored = values.to(pointer.dtype.element_ty)
-    return stored
-
-
-@triton.jit
 def _load(pointer, at, inside):
     return tl.load(pointer + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _store(pointer, at, inside, values):
-    """Store ``values`` (fp32); returns what the buffer then holds."""
-    stored = _cast(values, pointer)
+    """Store ``values`` (fp32), rounded to nearest even; returns what the buffer then holds."""
+    if _INTERPRETED and pointer.dtype.element_ty == tl.bfloat16:  # which the interpreter cannot round to
+        bits = values.to(tl.uint32, bitcast=True)
+        rounded = tl.add(bits, 0x7FFF + ((bits >> 16) & 1), sanitize_overflow=False) >> 16
+        stored = tl.where(values == values, rounded, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        stored = values.to(pointer.dtype.element_ty)
     tl.store(pointer + at, stored, mask=inside)
     return stored.to(tl.float32)
 
 
 @triton.jit
 def _load_blocks(
-    buffer,
-    at,
-    inside,
-    count,
-    active,
-    first,
-    first_row_block,
-    row_blocks,
-    row_bytes,
-    codes_at,
-    BITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    LENGTH: tl.constexpr,
-    SIZE: tl.constexpr,
+    loaded, at, inside, count, BITS: tl.constexpr, SCALED: tl.constexpr, LENGTH: tl.constexpr, SIZE: tl.constexpr
 ):
-    """fp32[SIZE]: elements of a buffer, which is plain if ``BITS`` is 0, else packed in blocks of ``LENGTH``."""
+    """fp32[SIZE]: elements of a buffer (as of ``_loaded``): plain if ``BITS`` is 0, else blocks of ``LENGTH`` codes."""
+    buffer, first, packed = loaded
     if BITS == 0:
         values = _load(buffer, at, inside)
     else:
         block = block_numbers(first, SIZE // LENGTH)
-        decoded = decode_blocks(
-            block,
-            block - first < count // LENGTH,
-            buffer,
-            active,
-            first_row_block,
-            row_blocks,
-            row_bytes,
-            codes_at,
-            BITS,
-            SCALED,
-            SIZE // LENGTH,
-            LENGTH // _WORD,
-        )
+        exists = block - first < count // LENGTH
+        decoded = decode_blocks(buffer, packed, block, exists, BITS, SCALED, SIZE // LENGTH, LENGTH // _WORD)
         values = tl.reshape(decoded, [SIZE])
     return values
 
@@ -158,31 +127,16 @@ def update_kernel(
     With ``DEFERRED``, ``multiplier`` points to fp32[], which is NaN if the gradient is to be ignored.
     """
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = (
-        at // _WORD < count // _WORD
-    )  # slices are whole blocks: the same for 32 neighbors, so that accesses are wide
+    # slices are whole blocks: the same for 32 neighbors, so that accesses are wide
+    inside = at // _WORD < count // _WORD
+    loaded_g = g, g_first, (g_active, g_first_row_block, g_row_blocks, g_row_bytes, g_codes_at)
+    loaded_mean = mean, first, (active, first_row_block, row_blocks, row_bytes, codes_at)
     own = tl.full([SIZE], 0.0, tl.float32) if FRESH or HAS_MEAN else _load(u, at, inside)
     if REFRESH or (ADAPTIVE and WRITE_WEIGHTS):
         second = _load(v, at, inside)
     if GRADIENT:
         factor = tl.load(multiplier) if DEFERRED else multiplier
-        gradient = _load_blocks(
-            g,
-            at,
-            inside,
-            count,
-            g_active,
-            g_first,
-            g_first_row_block,
-            g_row_blocks,
-            g_row_bytes,
-            g_codes_at,
-            G_BITS,
-            G_SCALED,
-            LENGTH,
-            SIZE,
-        )
-        gradient = gradient * factor
+        gradient = _load_blocks(loaded_g, at, inside, count, G_BITS, G_SCALED, LENGTH, SIZE) * factor
         if REFRESH:
             second = variance_decay * second + (1.0 - variance_decay) * (gradient * gradient)
             second = _store(v, at, inside, second)
@@ -200,22 +154,7 @@ def update_kernel(
     if WRITE_WEIGHTS:
         step = own
         if HAS_MEAN:
-            step = _load_blocks(
-                mean,
-                at,
-                inside,
-                count,
-                active,
-                first,
-                first_row_block,
-                row_blocks,
-                row_bytes,
-                codes_at,
-                BITS,
-                SCALED,
-                LENGTH,
-                SIZE,
-            )
+            step = _load_blocks(loaded_mean, at, inside, count, BITS, SCALED, LENGTH, SIZE)
         moved = step_size * step
         if ADAPTIVE:
             moved = tl.div_rn(moved, tl.sqrt_rn(second * inverse_correction) + eps)
@@ -269,30 +208,15 @@ def soft_sign_kernel(
 ):
     """The soft-sign rule: m and b are only stored where x moves; before an exchange only their ratio, in u."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-    inside = (
-        at // _WORD < count // _WORD
-    )  # slices are whole blocks: the same for 32 neighbors, so that accesses are wide
+    # slices are whole blocks: the same for 32 neighbors, so that accesses are wide
+    inside = at // _WORD < count // _WORD
+    loaded_g = g, g_first, (g_active, g_first_row_block, g_row_blocks, g_row_bytes, g_codes_at)
+    loaded_mean = mean, first, (active, first_row_block, row_blocks, row_bytes, codes_at)
     if GRADIENT or not SYNCHRONIZE:
         momentum = _load(m, at, inside)
         magnitude = _load(b, at, inside)
     if GRADIENT:
-        gradient = _load_blocks(
-            g,
-            at,
-            inside,
-            count,
-            g_active,
-            g_first,
-            g_first_row_block,
-            g_row_blocks,
-            g_row_bytes,
-            g_codes_at,
-            G_BITS,
-            G_SCALED,
-            LENGTH,
-            SIZE,
-        )
-        gradient = gradient * multiplier
+        gradient = _load_blocks(loaded_g, at, inside, count, G_BITS, G_SCALED, LENGTH, SIZE) * multiplier
         momentum = beta * momentum + (1.0 - beta) * gradient
         grown = beta * magnitude + (1.0 - beta) * tl.abs(gradient)
         magnitude = tl.where(magnitude > grown, magnitude, grown) if NEVER_FALLS else grown
@@ -306,22 +230,7 @@ def soft_sign_kernel(
         moved = tl.load(x + at, mask=inside, other=0.0)
     if SYNCHRONIZE:
         if HAS_MEAN:
-            step = _load_blocks(
-                mean,
-                at,
-                inside,
-                count,
-                active,
-                first,
-                first_row_block,
-                row_blocks,
-                row_bytes,
-                codes_at,
-                BITS,
-                SCALED,
-                LENGTH,
-                SIZE,
-            )
+            step = _load_blocks(loaded_mean, at, inside, count, BITS, SCALED, LENGTH, SIZE)
         else:
             step = _load(u, at, inside)
         moved = decay * moved - step_size * step
@@ -353,20 +262,9 @@ def square_sums_kernel(
         at = block[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
         loaded = _load(values, at, inside[:, None])
     else:
-        decoded = decode_blocks(
-            first + block.to(tl.int32),
-            inside,
-            values,
-            active,
-            first_row_block,
-            row_blocks,
-            row_bytes,
-            codes_at,
-            BITS,
-            SCALED,
-            BLOCKS,
-            LENGTH // _WORD,
-        )
+        packed = active, first_row_block, row_blocks, row_bytes, codes_at
+        of_whole = first + block.to(tl.int32)
+        decoded = decode_blocks(values, packed, of_whole, inside, BITS, SCALED, BLOCKS, LENGTH // _WORD)
         loaded = tl.reshape(decoded, [BLOCKS, LENGTH])
     tl.store(sums + block, halving_sums(loaded * loaded, BLOCKS, LENGTH), mask=inside)
 
