@@ -79,7 +79,7 @@ def require_integer(name: str, value: int, *, least: int) -> int:
         UserError: if it is none (8.0 is not), or below ``least``.
     """
     if not isinstance(value, numbers.Integral) or value < least:
-        raise UserError(f"{name} is {value}; expected an int of at least {least}")
+        raise UserError(f"{name} is {value!r}; expected an int of at least {least}")
     return operator.index(value)
 
 
@@ -94,7 +94,7 @@ def require_positive(name: str, value: float | None, *, none_is: str | None = No
     if isinstance(value, numbers.Real) and 0.0 < float(value) < math.inf:
         return
     alternative = "" if none_is is None else f", or None for {none_is}"
-    raise UserError(f"{name} is {value}; expected a positive finite number{alternative}")
+    raise UserError(f"{name} is {value!r}; expected a positive finite number{alternative}")
 
 
 def require_share(name: str, value: object, interval: Literal["[0, 1)", "[0, 1]", "(0, 1]"] = "[0, 1)") -> float:

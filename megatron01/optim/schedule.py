@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from megatron01.config import OptimizerConfig
-from megatron01.errors import UserError, nearest
+from megatron01.errors import UserError, nearest, require_integer, require_share
 
 if TYPE_CHECKING:
     import torch
@@ -85,27 +85,23 @@ class LRSchedule:
     wsd_decay_style: str = "linear"
 
     def __post_init__(self) -> None:
-        if self.style not in STYLES:
-            raise UserError(
-                f"style is {self.style!r}; expected one of {', '.join(STYLES)}{nearest(self.style, STYLES)}"
-            )
-        if self.wsd_decay_style not in WSD_STYLES:
-            raise UserError(f"wsd_decay_style is {self.wsd_decay_style!r}; expected one of {', '.join(WSD_STYLES)}")
-        if not 0 <= self.peak_lr < math.inf:
-            raise UserError(f"peak_lr is {self.peak_lr}; expected a finite number of at least 0")
-        if not 0 <= self.min_lr <= self.peak_lr:
-            raise UserError(f"min_lr is {self.min_lr}; expected 0 to peak_lr ({self.peak_lr})")
-        if not 0 <= self.warmup_init <= self.peak_lr:
-            raise UserError(f"warmup_init is {self.warmup_init}; expected 0 to peak_lr ({self.peak_lr})")
-        if self.warmup_steps < 0:
-            raise UserError(f"warmup_steps is {self.warmup_steps}; expected 0 or more")
-        if self.total_steps is not None and self.total_steps <= 0:
-            raise UserError(f"total_steps is {self.total_steps}; expected a positive number, or None for an open end")
-        if not 0 < self.decay_rate <= 1 or self.decay_interval <= 0:
-            raise UserError(
-                f"decay_rate is {self.decay_rate} and decay_interval {self.decay_interval}; "
-                "expected a factor in (0, 1] and a positive number of steps"
-            )
+        for field, styles in (("style", STYLES), ("wsd_decay_style", WSD_STYLES)):
+            if (style := getattr(self, field)) not in styles:
+                raise UserError(
+                    f"{field} is {style!r}; expected one of {', '.join(styles)}{nearest(str(style), styles)}"
+                )
+        for name, least in (("warmup_steps", 0), ("decay_interval", 1)):
+            self._set_integer(name, least)
+        for name in ("total_steps", "decay_steps", "wsd_decay_steps"):
+            if getattr(self, name) is not None:
+                self._set_integer(name, 1)
+        require_share("decay_rate", self.decay_rate, "(0, 1]")
+        if not isinstance(self.peak_lr, numbers.Real) or not 0 <= self.peak_lr < math.inf:
+            raise UserError(f"peak_lr is {self.peak_lr!r}; expected a finite number of at least 0")
+        for name in ("min_lr", "warmup_init"):
+            rate = getattr(self, name)
+            if not isinstance(rate, numbers.Real) or not 0 <= rate <= self.peak_lr:
+                raise UserError(f"{name} is {rate!r}; expected a number from 0 to peak_lr ({self.peak_lr})")
         end = self.decay_end
         if self.style in ("linear", "cosine", "WSD"):
             if end is None:
@@ -115,11 +111,14 @@ class LRSchedule:
                     f"the decay ends at step {end}, within the warm-up of {self.warmup_steps} steps; make the warm-up"
                     " shorter (--lr-warmup-iters) or the run longer"
                 )
-        if self.style == "WSD" and not 0 < self._final_decay_steps <= self.decay_end - self.warmup_steps:  # type: ignore[operator]
-            raise UserError(
-                f"wsd_decay_steps is {self._final_decay_steps}; expected 1 to {end - self.warmup_steps}, "  # type: ignore[operator]
-                "the steps between warm-up and end"
-            )
+            if self.style == "WSD" and self._final_decay_steps > end - self.warmup_steps:
+                raise UserError(
+                    f"wsd_decay_steps is {self._final_decay_steps}; expected 1 to {end - self.warmup_steps}, "
+                    "the steps between warm-up and end"
+                )
+
+    def _set_integer(self, name: str, least: int) -> None:
+        object.__setattr__(self, name, require_integer(name, getattr(self, name), least=least))
 
     @cached_property
     def decay_end(self) -> int | None:
@@ -166,9 +165,13 @@ class TabulatedSchedule:
     learning_rates: Sequence[float]
 
     def __post_init__(self) -> None:
-        if len(self.learning_rates) == 0:
+        try:
+            rates = [float(rate) for rate in self.learning_rates]
+        except (TypeError, ValueError):
+            raise UserError(f"the table of learning rates is {self.learning_rates!r}; expected numbers") from None
+        if not rates:
             raise UserError("the table of learning rates is empty; expected one for each step")
-        for step, rate in enumerate(self.learning_rates):
+        for step, rate in enumerate(rates):
             if not 0 <= rate < math.inf:
                 raise UserError(f"the learning rate of step {step} is {rate}; expected a finite number of at least 0")
 
@@ -202,10 +205,11 @@ class TabulatedSchedule:
             total_steps: number of steps of the run.
 
         Raises:
-            UserError: if it depends on measurements, as ReduceLROnPlateau does.
+            UserError: if it depends on measurements, as ReduceLROnPlateau does, or ``total_steps`` is no positive int.
         """
         import torch
 
+        total_steps = require_integer("total_steps", total_steps, least=1)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=base_lr)
         scheduler = make_scheduler(optimizer)
         if "metrics" in inspect.signature(scheduler.step).parameters:

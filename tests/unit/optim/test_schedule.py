@@ -93,6 +93,16 @@ def test_the_rate_stays_between_its_bounds_and_never_rises_after_the_warm_up(
         ({"total_steps": None}, "needs total_steps"),
         ({"total_steps": 0}, "total_steps is 0"),
         ({"decay_rate": 1.5}, "decay_rate is 1.5"),
+        ({"peak_lr": "1e-3"}, "peak_lr is '1e-3'"),
+        ({"min_lr": None}, "min_lr is None"),
+        ({"warmup_init": [0.1]}, r"warmup_init is \[0.1\]"),
+        ({"warmup_steps": math.nan}, "warmup_steps is nan; expected an int"),
+        ({"total_steps": 200.5}, "total_steps is 200.5; expected an int"),
+        ({"total_steps": "200"}, "total_steps is '200'; expected an int"),
+        ({"decay_steps": 0}, "decay_steps is 0"),
+        ({"decay_interval": math.inf}, "decay_interval is inf"),
+        ({"decay_rate": None}, "decay_rate is None"),
+        ({"style": None}, "style is None"),
         ({"style": "WSD", "wsd_decay_steps": 200}, "wsd_decay_steps is 200"),
         ({"style": "WSD", "wsd_decay_style": "steep"}, "wsd_decay_style is 'steep'"),
     ],
@@ -100,6 +110,19 @@ def test_the_rate_stays_between_its_bounds_and_never_rises_after_the_warm_up(
 def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         schedule(**{"style": "linear", **changes})
+
+
+@pytest.mark.parametrize("table", [["a", "b"], None, [None], 0.1])
+def test_a_table_of_other_things_than_numbers_is_named(table: Any) -> None:
+    with pytest.raises(UserError, match="the table of learning rates is .*; expected numbers"):
+        TabulatedSchedule(table)
+
+
+def test_a_torch_scheduler_is_followed_for_a_whole_number_of_steps() -> None:
+    with pytest.raises(UserError, match=r"total_steps is 12.5; expected an int of at least 1"):
+        TabulatedSchedule.from_torch(
+            lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=10), base_lr=0.8, total_steps=12.5
+        )  # type: ignore[arg-type]
 
 
 def test_a_torch_scheduler_can_be_followed() -> None:
