@@ -114,7 +114,7 @@ def test_mistakes_are_named(changes: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("table", [["a", "b"], None, [None], 0.1])
 def test_a_table_of_other_things_than_numbers_is_named(table: Any) -> None:
-    with pytest.raises(UserError, match="the table of learning rates is .*; expected numbers"):
+    with pytest.raises(UserError, match=r"the table of learning rates is .*; expected numbers"):
         TabulatedSchedule(table)
 
 
