@@ -60,11 +60,7 @@ class Metrics:
 
     def to_dict(self) -> dict[str, Any]:
         """Key -> value, without what was not measured; the named losses stand beside the other keys."""
-        values = {
-            entry.name: getattr(self, entry.name)
-            for entry in dataclasses.fields(self)
-            if entry.name != "losses" and getattr(self, entry.name) is not None
-        }
+        values = {key: value for key, value in vars(self).items() if key != "losses" and value is not None}
         assert not values.keys() & self.losses.keys(), f"a loss is called like a metric: {sorted(self.losses)}"
         return values | dict(self.losses)
 
