@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron01.config.yaml_files import flat_settings, load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.files import open_regular
+from megatron01.utils.files import json_object_or_empty, open_regular
 from megatron01.utils.formatting import one_line
 
 Column = NDArray[np.float64]
@@ -330,16 +329,9 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
     """Parse a line of metrics; None if it is invalid."""
     if len(text) > _LONGEST_LINE:
         return None
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(line, dict):
-        return None
+    line = json_object_or_empty(text)
     counts = (line.get("iteration"), line.get("consumed_samples", 0))
-    if not all(type(count) is int and 0 <= count < 1 << 53 for count in counts):  # a bool is none
-        return None
-    return line
+    return line if all(type(count) is int and 0 <= count < 1 << 53 for count in counts) else None  # a bool is none
 
 
 def number(value: Any) -> float:
@@ -369,7 +361,6 @@ def read_environment(path: Path) -> dict[str, Any]:
     """Contents of environment.json; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
-            environment = json.loads(file.readall())
-    except (OSError, ValueError, RecursionError):
+            return json_object_or_empty(file.readall())
+    except OSError:
         return {}
-    return environment if isinstance(environment, dict) else {}

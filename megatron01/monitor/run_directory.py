@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron01.parallel import LaunchEnvironment
-from megatron01.utils.files import text_or_empty, write_atomically
+from megatron01.utils.files import json_object_or_empty, text_or_empty, write_atomically
 
 
 def describe_run(
@@ -159,8 +159,8 @@ class LastHeartbeat:
 def read_heartbeat(path: Path) -> LastHeartbeat | None:
     """Read a heartbeat file; None if it is missing or invalid."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json_object_or_empty(path.read_bytes())
         seconds = float(values.get("training_seconds", 0.0))
         return LastHeartbeat(int(values["iteration"]), float(values["time"]), values.get("ended") is True, seconds)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from megatron01.errors import UserError
 from megatron01.monitor.metrics import Metrics
-from megatron01.utils.files import write_atomically
+from megatron01.utils.files import json_object_or_empty, write_atomically
 from megatron01.utils.formatting import one_line
 
 # wandb shows what stands before the slash as a section of panels.
@@ -95,9 +95,9 @@ class WandbRun:
         None if it is missing or invalid, or if the folder is a copy of another one that still has it: that one's run.
         """
         try:
-            values = json.loads((folder / STATE_NAME).read_bytes())
+            values = json_object_or_empty((folder / STATE_NAME).read_bytes())
             run = cls(str(values["id"]), int(values["attempt"]), int(values["repeated"]))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        except (OSError, ValueError, KeyError, TypeError, OverflowError):
             return None
         with suppress(OSError, ValueError):  # not there: the folder was moved, or is mounted elsewhere
             written_in = Path(str(values.get("folder", folder)))

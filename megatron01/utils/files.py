@@ -197,3 +197,11 @@ def json_object(content: bytes | str, place: str, *, expected: str) -> dict[str,
     if not isinstance(contents, dict):
         raise UserError(f"{place} is not a JSON object; expected {expected}")
     return contents
+
+
+def json_object_or_empty(content: bytes) -> dict[str, Any]:
+    """As ``json_object``; empty if ``content`` is none."""
+    try:
+        return json_object(content, "content", expected="an object")
+    except UserError:
+        return {}

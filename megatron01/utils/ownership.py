@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron01.errors import UserError
-from megatron01.utils.files import open_to_change, temporary_path, text_or_empty, writing
+from megatron01.utils.files import json_object_or_empty, open_to_change, temporary_path, text_or_empty, writing
 from megatron01.utils.formatting import one_line
 
 OWNER_NAME = "owner.json"
@@ -95,7 +95,7 @@ class FolderOwner:
         except FileNotFoundError:
             return f"{self.folder} was deleted while this job writes there"
         content = os.pread(self._file.fileno(), _LARGEST, 0) if is_same else self.path.read_bytes()[:_LARGEST]
-        owner = _read(content)
+        owner = json_object_or_empty(content)
         if owner.get("token") == self._own["token"]:
             return None
         return f"{self.folder} was taken over by {_described(owner)}"
@@ -138,14 +138,14 @@ class FolderOwner:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _BUSY:
-                return _read(os.pread(descriptor, _LARGEST, 0)) | {"age": self._age()}
+                return json_object_or_empty(os.pread(descriptor, _LARGEST, 0)) | {"age": self._age()}
             has_locks = False
         try:
             if not os.path.samestat(self.path.stat(), os.fstat(descriptor)):
                 return {"age": 0.0}  # the previous owner has just removed the file: try again
         except FileNotFoundError:
             return {"age": 0.0}
-        owner = _read(os.pread(descriptor, _LARGEST, 0))
+        owner = json_object_or_empty(os.pread(descriptor, _LARGEST, 0))
         has_ended = not owner or (has_locks and owner.get("boot") == self._own["boot"])  # here, it would hold the lock
         if not has_ended and (age := self._age()) <= SILENT_SECONDS:
             return owner | {"age": age}
@@ -155,7 +155,7 @@ class FolderOwner:
         os.fsync(descriptor)
         if not has_locks:
             time.sleep(2.0)  # another process may claim it at the same moment: the last writer wins
-            if (now := _read(os.pread(descriptor, _LARGEST, 0))).get("token") != self._own["token"]:
+            if (now := json_object_or_empty(os.pread(descriptor, _LARGEST, 0))).get("token") != self._own["token"]:
                 return now | {"age": 0.0}
         return None
 
@@ -210,15 +210,6 @@ def _own_entry() -> dict[str, Any]:
         "boot": text_or_empty("/proc/sys/kernel/random/boot_id"),
         "token": uuid.uuid4().hex,
     }
-
-
-def _read(content: bytes) -> dict[str, Any]:
-    """The JSON object in ``content``; empty if there is none."""
-    try:
-        values = json.loads(content)
-    except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
 
 
 def _described(owner: dict[str, Any]) -> str:
