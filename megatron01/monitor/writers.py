@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
@@ -37,12 +37,9 @@ class Writer(Protocol):
 class ConsoleWriter:
     """One aligned line per logging interval, within 140 columns; losses are highlighted on a terminal."""
 
-    def __init__(
-        self, *, train_iters: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, *, train_iters: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._train_iters = train_iters
-        self._stream = sys.stdout if stream is None else stream
-        self._paint = painter(self._stream)
+        self._paint = painter(sys.stdout)
         self._clock = clock
         self._first: tuple[int, float] | None = None  # iteration and time of this attempt's first line
 
@@ -80,7 +77,7 @@ class ConsoleWriter:
             columns.append(f"{format_duration(left):>8} left")
         if metrics.eval_loss is not None:
             columns.append(self._paint(f"eval {metrics.eval_loss:.3f}", "green"))
-        print("  ".join(columns), file=self._stream, flush=True)
+        print("  ".join(columns), flush=True)
 
     def restart_after(self, iteration: int) -> None:
         self._first = None

@@ -19,7 +19,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tqdm import tqdm
 
@@ -154,10 +154,7 @@ class ProgressBar:
         log_interval: documents between two lines.
     """
 
-    def __init__(
-        self, total: int | None, done: int, summary: PreprocessSummary, log_interval: int, stream: TextIO | None = None
-    ) -> None:
-        self._stream = sys.stderr if stream is None else stream
+    def __init__(self, total: int | None, done: int, summary: PreprocessSummary, log_interval: int) -> None:
         self._total = total
         self._done_before = done
         self._bytes_before = summary.num_bytes
@@ -166,9 +163,8 @@ class ProgressBar:
         self._start = time.monotonic()
         known = "{percentage:3.0f}% |{bar}| {elapsed}, {remaining} left{postfix}"
         form = "{elapsed}{postfix}" if total is None else known
-        self._bar = tqdm(  # disabled if the stream is no terminal
-            total=total, initial=done, bar_format=form, file=self._stream, dynamic_ncols=True, disable=None
-        )
+        # disabled if standard error is no terminal
+        self._bar = tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True, disable=None)
 
     def update(self, summary: PreprocessSummary, done: int) -> None:
         """Show the counts so far; ``done``: bytes on disk of the input read so far."""
@@ -184,7 +180,7 @@ class ProgressBar:
             if self._total and done > self._done_before:
                 remaining = (self._total - done) * seconds / (done - self._done_before)
                 text += f", {done / self._total:.0%} done, {format_duration(remaining)} left"
-            print(text, file=self._stream, flush=True)
+            _log(text)
 
     def close(self) -> None:
         self._bar.close()

@@ -29,32 +29,31 @@ def summary(documents: int, megabytes: float) -> PreprocessSummary:
     return PreprocessSummary(["a", "b"], documents=documents, written=written, num_bytes=int(megabytes * 1e6))
 
 
-def test_lines(clock: list[float]) -> None:
-    stream = io.StringIO()
-    progress = ProgressBar(1000, 100, summary(10, 1), 20, stream)  # resumed after 10 documents
+def test_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressBar(1000, 100, summary(10, 1), 20)  # resumed after 10 documents
     for seconds, documents, done in [(2, 29, 200), (4, 30, 300), (6, 49, 400), (10, 95, 550), (11, 99, 600)]:
         clock[0] = 100.0 + seconds
         progress.update(summary(documents, 1 + seconds), done)
     progress.close()
-    assert stream.getvalue().splitlines() == [
+    assert capsys.readouterr().err.splitlines() == [
         "30 documents, 330 tokens, 1.0 MB/s, 30% done, 14.0 s left",
         "49 documents, 539 tokens, 1.0 MB/s, 40% done, 12.0 s left",
         "95 documents, 1045 tokens, 1.0 MB/s, 55% done, 10.0 s left",
     ]
 
 
-def test_lines_without_a_known_size(clock: list[float]) -> None:
-    stream = io.StringIO()
-    progress = ProgressBar(None, 0, summary(0, 0), 1, stream)
+def test_lines_without_a_known_size(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressBar(None, 0, summary(0, 0), 1)
     clock[0] = 102.0
     progress.update(summary(5, 1), 0)
-    assert stream.getvalue() == "5 documents, 55 tokens, 0.5 MB/s\n"
+    assert capsys.readouterr().err == "5 documents, 55 tokens, 0.5 MB/s\n"
 
 
 @pytest.mark.parametrize("total", [1000, None])
-def test_a_bar_on_a_terminal(clock: list[float], total: int | None) -> None:
+def test_a_bar_on_a_terminal(clock: list[float], total: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
-    progress = ProgressBar(total, 0, summary(0, 0), 1, stream)
+    monkeypatch.setattr("sys.stderr", stream)
+    progress = ProgressBar(total, 0, summary(0, 0), 1)
     clock[0] = 102.0
     progress.update(summary(200_000, 4), 500)
     progress.close()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import builtins
-import io
 import json
 import os
 import subprocess
@@ -32,9 +31,8 @@ def iterations(path: Path) -> list[int]:
     return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
 
 
-def test_console_lines_are_aligned_and_fit() -> None:
-    stream = io.StringIO()
-    console = ConsoleWriter(train_iters=1_000_000, stream=stream)
+def test_console_lines_are_aligned_and_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    console = ConsoleWriter(train_iters=1_000_000)
     full = {
         "loss": 10.12345,
         "lr": 4e-4,
@@ -48,22 +46,22 @@ def test_console_lines_are_aligned_and_fit() -> None:
     console.write(metrics(5, **full))
     console.write(metrics(1_000_000, **{**full, "comm_bytes": 0, "sync_kind": "local", "eval_loss": 10.98765}))
     console.write(metrics(10, **{**full, "loss": float("nan")}))
-    first, second, third = stream.getvalue().splitlines()
+    first, second, third = capsys.readouterr().out.splitlines()
     assert len(second) <= 140
     assert first.rindex("tok/s") == second.rindex("tok/s")
     assert "1-bit/16" in first and "123 MB" in first and "loss nan" in third
 
 
-def test_console_lines_say_how_long_steps_take_and_what_is_left() -> None:
+def test_console_lines_say_how_long_steps_take_and_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
     """Time left: from step times at first, then from the clock, which includes evaluations and checkpoints."""
-    stream, now = io.StringIO(), [100.0]
-    console = ConsoleWriter(train_iters=100, stream=stream, clock=lambda: now[0])
+    now = [100.0]
+    console = ConsoleWriter(train_iters=100, clock=lambda: now[0])
     for iteration, now[0] in ((10, 100.0), (20, 200.0), (100, 1000.0)):
         console.write(metrics(iteration, step_seconds=0.5))
-    lines = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert lines == ["iter 10/100 500 ms 45.0 s left", "iter 20/100 500 ms 13.3 min left", "iter 100/100 500 ms"]
     console.write(metrics(100, step_seconds=41.9))
-    assert stream.getvalue().endswith("    41.9 s\n")
+    assert capsys.readouterr().out.endswith("    41.9 s\n")
 
 
 def test_a_console_that_is_closed_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
