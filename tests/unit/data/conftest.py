@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron01.config import BertDataConfig, GPTDataConfig
-from megatron01.data import IndexedDatasetBuilder, Tokenizer, build_tokenizer
+from megatron01.data import BatchLoader, IndexedDatasetBuilder, Tokenizer, build_tokenizer
 
 DATA = Path(__file__).resolve().parents[3] / "data"
+
+
+def loader_of(dataset: Any, **changes: Any) -> BatchLoader:
+    """A loader of batches of 2, of one replica that has consumed nothing, in this process, but for ``changes``."""
+    settings = {"consumed_samples": 0, "micro_batch_size": 2, "replica": 0, "num_replicas": 1, "num_workers": 0}
+    return BatchLoader(dataset, **(settings | changes))
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
-from megatron01.data import BatchLoader, BertDataset, SampleCounts, Tokenizer, build_bert_datasets
+from megatron01.data import BertDataset, SampleCounts, Tokenizer, build_bert_datasets
 from megatron01.errors import UserError
+from tests.unit.data.conftest import loader_of
 
 SEQ_LENGTH = 48
 
@@ -182,9 +183,7 @@ def test_what_a_model_is_given(config: BertDataConfig, bert_tokenizer: Tokenizer
     full = {name: rows[padded["padding_mask"].all(1)] for name, rows in padded.items()}
     assert len(full["text"]) > 0
     assert dataset.collate(full).keys() == full.keys() - {"padding_mask"} | {"masked_positions"}
-    loaded = next(
-        iter(BatchLoader(dataset, consumed_samples=0, micro_batch_size=8, replica=0, num_replicas=1, num_workers=0))
-    )
+    loaded = next(iter(loader_of(dataset, micro_batch_size=8)))
     assert np.array_equal(loaded["token_positions"].numpy(), batch["token_positions"])
 
 

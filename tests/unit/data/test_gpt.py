@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import GPTDataConfig
-from megatron01.data import BatchLoader, GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets
+from megatron01.data import GPTDataset, SampleCounts, Tokenizer, build_gpt_datasets
 from megatron01.data.gpt import build_gpt_index
 from megatron01.data.indexed import write_origin
 from megatron01.errors import UserError
-from tests.unit.data.conftest import DATA
+from tests.unit.data.conftest import DATA, loader_of
 
 lengths_strategy = st.lists(st.integers(0, 12), min_size=1, max_size=20).filter(any)
 
@@ -161,14 +161,7 @@ def test_an_epoch_reads_every_token_once_over_all_replicas(
     consumed, seen = 0, []
     for number, batch, steps in zip(replicas, batches, (stop, 99), strict=True):
         loaders = [
-            BatchLoader(
-                dataset,
-                consumed_samples=consumed,
-                micro_batch_size=batch,
-                replica=replica,
-                num_replicas=number,
-                num_workers=0,
-            )
+            loader_of(dataset, consumed_samples=consumed, micro_batch_size=batch, replica=replica, num_replicas=number)
             for replica in range(number)
             if (36 - consumed) >= batch * number
         ]

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron01.data import BatchLoader
 from megatron01.errors import FaultError, UserError
 from tests.tiers import slow_after
+from tests.unit.data.conftest import loader_of
 
 sizes = st.integers(1, 4)
 
@@ -43,13 +43,12 @@ class Squares:
 def order(num_samples: int, consumed: int, batch: int, replica: int, replicas: int) -> list[list[int]]:
     """The samples of each batch; none if there is no batch."""
     try:
-        loader = BatchLoader(
+        loader = loader_of(
             Squares(num_samples),
             consumed_samples=consumed,
             micro_batch_size=batch,
             replica=replica,
             num_replicas=replicas,
-            num_workers=0,
         )
     except UserError:
         return []
@@ -85,13 +84,8 @@ def test_stops_and_other_numbers_of_replicas_lose_and_repeat_nothing(data: st.Da
 @given(batch=sizes, replicas=sizes, steps=st.integers(0, 3))
 def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) -> None:
     def values(consumed: int) -> list[list[int]]:
-        loader = BatchLoader(
-            Squares(),
-            consumed_samples=consumed,
-            micro_batch_size=batch,
-            replica=replicas - 1,
-            num_replicas=replicas,
-            num_workers=0,
+        loader = loader_of(
+            Squares(), consumed_samples=consumed, micro_batch_size=batch, replica=replicas - 1, num_replicas=replicas
         )
         return [batch["value"].tolist() for batch in loader]
 
@@ -100,9 +94,7 @@ def test_resume_continues_the_sequence(batch: int, replicas: int, steps: int) ->
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_are_in_order_and_can_be_iterated_again(num_workers: int) -> None:
-    loader = BatchLoader(
-        Squares(21), consumed_samples=3, micro_batch_size=2, replica=1, num_replicas=2, num_workers=num_workers
-    )
+    loader = loader_of(Squares(21), consumed_samples=3, replica=1, num_replicas=2, num_workers=num_workers)
     state = torch.random.get_rng_state()
     for _ in range(2):
         batches = list(loader)
@@ -113,22 +105,14 @@ def test_batches_are_in_order_and_can_be_iterated_again(num_workers: int) -> Non
 
 
 def test_segments_are_taken_in_their_order() -> None:
-    loader = BatchLoader(
-        Squares(12),
-        consumed_samples=1,
-        micro_batch_size=2,
-        replica=0,
-        num_replicas=1,
-        num_workers=0,
-        segments=[(3, 5), (0, 3), (8, 11)],
-    )
+    loader = loader_of(Squares(12), consumed_samples=1, segments=[(3, 5), (0, 3), (8, 11)])
     assert [batch["value"].tolist() for batch in loader] == [[4, 0], [1, 2], [8, 9]]
 
 
 @pytest.mark.parametrize("consumed", [62, 64, 100])
 def test_nothing_left(consumed: int) -> None:
     with pytest.raises(UserError, match=f"no samples are left: {consumed} of 64 are consumed"):
-        BatchLoader(Squares(), consumed_samples=consumed, micro_batch_size=2, replica=0, num_replicas=2, num_workers=0)
+        loader_of(Squares(), consumed_samples=consumed, num_replicas=2)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -141,14 +125,7 @@ def test_nothing_left(consumed: int) -> None:
 )
 def test_error_in_a_sample(num_workers: int, error: Exception, raised: type[Exception], message: str) -> None:
     before = set(multiprocessing.active_children())
-    loader = BatchLoader(
-        Squares(fail_at=9, error=error),
-        consumed_samples=0,
-        micro_batch_size=4,
-        replica=0,
-        num_replicas=1,
-        num_workers=num_workers,
-    )
+    loader = loader_of(Squares(fail_at=9, error=error), micro_batch_size=4, num_workers=num_workers)
     batches = iter(loader)
     assert next(batches)["value"].tolist() == [0, 1, 2, 3]
     next(batches)
@@ -174,7 +151,7 @@ class Given:
 @pytest.mark.parametrize("sample", [torch.arange(4), (torch.arange(4), torch.arange(4)), np.arange(4), [0, 1]])
 def test_samples_that_are_no_dictionaries(sample: object) -> None:
     dataset = Given([sample] * 8)
-    loader = BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=0)
+    loader = loader_of(dataset)
     with pytest.raises(UserError, match=rf"^samples 0 to 1: Given\[0\] is a {type(sample).__name__}; expected a dict"):
         next(iter(loader))
 
@@ -183,33 +160,27 @@ def test_samples_that_are_no_dictionaries(sample: object) -> None:
 @pytest.mark.parametrize("others", [("a text", "another"), ([1, 2], [1, 2, 3]), (torch.zeros(2), torch.zeros(3))])
 def test_samples_that_cannot_be_stacked(num_workers: int, others: tuple[Any, Any]) -> None:
     dataset = Given([{"value": 3, "other": other} for other in others])
-    loader = BatchLoader(
-        dataset, consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=num_workers
-    )
+    loader = loader_of(dataset, num_workers=num_workers)
     with pytest.raises(UserError, match=r"^samples 0 to 1: 'other' of Given cannot be stacked \(.*; expected numbers"):
         next(iter(loader))
 
 
 def test_tensors_lists_and_numbers_are_stacked() -> None:
     dataset = Given([{"tensor": torch.tensor([i, i + 1]), "list": [0.5, i], "number": i} for i in range(2)])
-    loader = BatchLoader(dataset, consumed_samples=0, micro_batch_size=2, replica=0, num_replicas=1, num_workers=0)
+    loader = loader_of(dataset)
     (batch,) = loader
     assert batch["tensor"].tolist() == [[0, 1], [1, 2]] and batch["number"].tolist() == [0, 1]
     assert batch["list"].tolist() == [[0.5, 0], [0.5, 1]]
 
 
 def test_killed_worker() -> None:
-    loader = BatchLoader(
-        Squares(fail_at=9), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
-    )
+    loader = loader_of(Squares(fail_at=9), micro_batch_size=4, num_workers=1)
     with pytest.raises(FaultError, match="a process that prepares batches ended unexpectedly"):
         list(loader)
 
 
 def test_a_killed_worker_is_noticed_where_a_batch_is_asked_for_and_nowhere_else() -> None:
-    loader = BatchLoader(
-        Squares(6400), consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1
-    )
+    loader = loader_of(Squares(6400), micro_batch_size=4, num_workers=1)
     before = set(multiprocessing.active_children())
     batches = iter(loader)
     next(batches)

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from megatron01.config import GPTDataConfig
-from megatron01.data import BatchLoader, IndexedDataset, SampleCounts, Tokenizer, build_gpt_datasets
+from megatron01.data import IndexedDataset, SampleCounts, Tokenizer, build_gpt_datasets
 from megatron01.data.datasets import SampleDataset, TokenFiles
 from megatron01.errors import UserError
+from tests.unit.data.conftest import loader_of
 
 DOCUMENTS = [[[7] * 50], [[8] * 30], [[9] * 70]]
 
@@ -106,14 +107,7 @@ def test_a_file_cut_short_during_training_is_named(
 ) -> None:
     """A worker that reads beyond the new end gets SIGBUS, if it has checked the file just before."""
     prefix = write_pair([[np.arange(5, 4000).tolist()]] * 20)
-    loader = BatchLoader(
-        dataset(prefix, gpt2_tokenizer),
-        consumed_samples=0,
-        micro_batch_size=4,
-        replica=0,
-        num_replicas=1,
-        num_workers=num_workers,
-    )
+    loader = loader_of(dataset(prefix, gpt2_tokenizer), micro_batch_size=4, num_workers=num_workers)
     batches = iter(loader)
     next(batches)
     os.truncate(f"{prefix}.bin", 100)
@@ -136,7 +130,7 @@ def test_a_worker_ended_by_a_truncated_file(
             check(files)
 
     monkeypatch.setattr(TokenFiles, "check_unchanged", blind_in_workers)
-    loader = BatchLoader(train, consumed_samples=0, micro_batch_size=4, replica=0, num_replicas=1, num_workers=1)
+    loader = loader_of(train, micro_batch_size=4, num_workers=1)
     batches = iter(loader)
     next(batches)
     os.truncate(f"{prefix}.bin", 100)
