@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,21 @@ from megatron01.compare.runs import read_run
 from megatron01.config.commands import CompareConfig
 from megatron01.monitor.wandb_writer import SECONDS_TO_CLOSE, STATE_NAME
 from tests.unit.compare.folders import lines, write_family, write_run
-from tests.unit.monitor.offline_wandb import history, records
+from tests.unit.monitor.offline_wandb import history, records, set_offline
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    set_offline(monkeypatch)
     monkeypatch.setenv("HOME", str(tmp_path))  # hides the API key of the user who runs this
+
+
+def compare(out: Path, *arguments: Path | str, status: int | None = None) -> None:
+    """Run the command, which must end with this status, for runs and flags in ``arguments``."""
+    flags = ["--output", out, "--no-png", "--wandb", "--wandb-project", "p"]
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["compare", *map(str, (*arguments, *flags))])
+    assert caught.value.code == status
 
 
 def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,11 +37,8 @@ def test_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (there / STATE_NAME).write_text(json.dumps({"id": "abc", "attempt": 1, "repeated": 0}))
     new = write_run(tmp_path / "new", lines(optimizer="zero_one_adam"), optimizer__optimizer="zero_one_adam")
     out = tmp_path / "out"
-    arguments = ["compare", str(there), str(new), "--output", str(out), "--no-png", "--wandb", "--wandb-project", "p"]
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    printed = capsys.readouterr().out
-    assert caught.value.code is None and f"wandb sync {out}/wandb/offline-run-*" in printed
+    compare(out, there, new)
+    assert f"wandb sync {out}/wandb/offline-run-*" in capsys.readouterr().out
     (comparison,) = (out / "wandb").glob("offline-run-*")
     assert list((comparison / "files").rglob("*.html")) and list((comparison / "files").rglob("*.table.json"))
     (imported,) = (out / "imported_runs" / "new" / "wandb").glob("offline-run-*")
@@ -53,10 +54,7 @@ def offline_runs(out: Path) -> list[Path]:
 
 def test_all_runs_go_to_the_given_entity(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", lines())
-    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
-    with pytest.raises(SystemExit) as caught:
-        cli.main([*arguments, "--wandb-entity", "team"])
-    assert caught.value.code is None
+    compare(tmp_path / "out", run, "--wandb-entity", "team")
     found = [
         [record.run.entity for record in records(folder) if record.HasField("run")]
         for folder in offline_runs(tmp_path / "out")
@@ -78,9 +76,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for_without_end(
 
     monkeypatch.setattr(wandb, "init", recorded)
     run = write_run(tmp_path / "run", lines())
-    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
-    with pytest.raises(SystemExit):
-        cli.main(arguments)
+    compare(tmp_path / "out", run)
     assert waits == [SECONDS_TO_CLOSE, SECONDS_TO_CLOSE]
 
 
@@ -98,10 +94,7 @@ def test_damaged_values_are_left_out(tmp_path: Path, damaged: dict[str, object])
     content = lines()
     content[3] |= damaged
     run = write_run(tmp_path / "run", content)
-    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
-    with pytest.raises(SystemExit) as caught:
-        cli.main(arguments)
-    assert caught.value.code is None
+    compare(tmp_path / "out", run)
     (imported,) = (tmp_path / "out").glob("imported_runs/run/wandb/offline-run-*")
     rows = history(records(imported))
     assert [row["progress/iteration"] for row in rows] == list(range(5, 101, 5))
@@ -115,18 +108,13 @@ def test_a_run_that_wandb_did_not_take_is_logged_again(
         raise OSError("the disk\nis full")
 
     out, run = tmp_path / "out", write_run(tmp_path / "run", lines())
-    arguments = ["compare", str(run), "--output", str(out), "--no-png", "--wandb", "--wandb-project", "p"]
-    with monkeypatch.context() as patched, pytest.raises(SystemExit) as caught:
+    with monkeypatch.context() as patched:
         patched.setattr(command, "open_run", full)
-        cli.main(arguments)
-    printed = capsys.readouterr()
-    assert caught.value.code == 2
-    assert printed.err.splitlines()[-1].endswith("wandb does not take the comparison (the disk is full)")
+        compare(out, run, status=2)
+    assert capsys.readouterr().err.splitlines()[-1].endswith("wandb does not take the comparison (the disk is full)")
     assert not (out / "imported_runs" / "run" / STATE_NAME).exists()
     for again in (False, True):
-        with pytest.raises(SystemExit) as caught:
-            cli.main(arguments)
-        assert caught.value.code is None
+        compare(out, run)
         assert ("run was logged from its metrics before" in capsys.readouterr().err) is again
 
 
@@ -151,7 +139,5 @@ def test_the_report_has_a_set_of_runs_for_each_group(tmp_path: Path) -> None:
 def test_online_without_a_key_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", lines())
     (run / STATE_NAME).write_text(json.dumps({"id": "abc", "attempt": 1, "repeated": 0}))
-    arguments = ["compare", str(run), "--output", str(tmp_path / "out"), "--no-png", "--wandb", "--wandb-project", "p"]
-    with pytest.raises(SystemExit) as caught:
-        cli.main([*arguments, "--wandb-mode", "online"])
-    assert caught.value.code == 2 and "run 'wandb login'" in capsys.readouterr().err.splitlines()[-1]
+    compare(tmp_path / "out", run, "--wandb-mode", "online", status=2)
+    assert "run 'wandb login'" in capsys.readouterr().err.splitlines()[-1]

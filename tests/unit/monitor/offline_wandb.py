@@ -1,17 +1,28 @@
-"""Reads the offline runs of the wandb library: protocol buffers in a log in LevelDB's format."""
+"""Offline runs of the wandb library, and their contents: protocol buffers in a log in LevelDB's format."""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 _BLOCK = 32768
 _FILE_HEADER = 7
 _RECORD_HEADER = 7
 _WHOLE, _LAST = 1, 4
+
+
+def set_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the wandb settings of whoever runs the tests; nothing is printed or reported."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
 
 
 def records(run_folder: Path) -> list[Any]:

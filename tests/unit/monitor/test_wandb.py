@@ -23,17 +23,16 @@ from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.wandb_writer import AXES, STATE_NAME, WandbRun, WandbWriter, name_of, to_wandb
 from megatron01.monitor.writers import open_recorder
 from megatron01.parallel import LaunchEnvironment
-from tests.unit.monitor.offline_wandb import axes, history, records
+from tests.unit.monitor.offline_wandb import axes, history, records, set_offline
 
 SINGLE = LaunchEnvironment.read({})
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(("WANDB_", "SLURM_", "TORCHELASTIC_"))]:
+    set_offline(monkeypatch)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
 
 
 def metrics(iteration: int, **values: Any) -> Metrics:

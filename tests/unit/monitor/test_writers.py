@@ -18,6 +18,7 @@ from megatron01.monitor.metrics import Metrics
 from megatron01.monitor.run_directory import describe_run, git_revision
 from megatron01.monitor.writers import ConsoleWriter, JsonLinesWriter, Recorder, open_recorder
 from megatron01.parallel import LaunchEnvironment
+from tests.unit.monitor.offline_wandb import set_offline
 
 SINGLE = LaunchEnvironment.read({})
 SECOND = LaunchEnvironment.read({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
@@ -238,10 +239,7 @@ def test_a_missing_library_is_named(
 
 
 def test_wandb_is_offline_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("WANDB_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    set_offline(monkeypatch)
     config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path / "run"), wandb_project="project"))
     with open_recorder(config, SINGLE) as recorder:
         recorder.write(metrics(1, loss=1.0))
