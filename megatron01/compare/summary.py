@@ -13,15 +13,7 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from megatron01.compare.grouping import (
-    Group,
-    OfRun,
-    first_reached,
-    group_curve,
-    iterations,
-    never_left_full,
-    smooth,
-)
+from megatron01.compare.grouping import Group, OfRun, first_reached, group_curve, iterations, never_left_full, smooth
 from megatron01.compare.runs import Column, Run, last_known
 from megatron01.config import OptimizerConfig
 from megatron01.config.registry import optimizers

@@ -21,15 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron01.compare.runs import (
-    Run,
-    build_run,
-    if_known,
-    number,
-    read_environment,
-    read_metrics,
-    require_folder,
-)
+from megatron01.compare.runs import Run, build_run, if_known, number, read_environment, read_metrics, require_folder
 from megatron01.config.command_line import parse
 from megatron01.config.commands import WatchConfig
 from megatron01.config.registry import label_of

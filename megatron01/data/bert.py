@@ -19,15 +19,7 @@ from numpy.typing import NDArray
 
 from megatron01.config import BertDataConfig
 from megatron01.data import kernels
-from megatron01.data.datasets import (
-    SampleCounts,
-    SampleDataset,
-    Samples,
-    Share,
-    SplitBuilder,
-    Splits,
-    TokenFiles,
-)
+from megatron01.data.datasets import SampleCounts, SampleDataset, Samples, Share, SplitBuilder, Splits, TokenFiles
 from megatron01.data.index_cache import Arrays, sampled_digest
 from megatron01.data.tokenizers import MaskingTokens, Tokenizer
 from megatron01.errors import UserError

@@ -19,15 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron01.config import GPTDataConfig
-from megatron01.data.datasets import (
-    SampleCounts,
-    SampleDataset,
-    Samples,
-    Share,
-    SplitBuilder,
-    Splits,
-    TokenFiles,
-)
+from megatron01.data.datasets import SampleCounts, SampleDataset, Samples, Share, SplitBuilder, Splits, TokenFiles
 from megatron01.data.index_cache import Arrays, sampled_digest
 from megatron01.data.indexed import read_origin
 from megatron01.data.kernels import locate_samples, read_samples

@@ -52,10 +52,8 @@ class CompressedDDP(DDPStrategy):
     the folder ``NAME.ckpt.replicas`` holds the state of every replica; all machines must see it.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._loaded_from: Any = None
-        self._replicated: Any = None
+    _loaded_from: Any = None  # path of a checkpoint
+    _replicated: Any = None  # context of the replicated weights, while it is entered
 
     @property
     def _ours(self) -> FlatOptimizer | None:
