@@ -175,9 +175,12 @@ def contrast(one: str, other: str) -> float:
 
 
 def _luminance(color: str) -> float:
-    parts = [int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return float(TO_XYZ[1] @ linear_rgb(color))
+
+
+def linear_rgb(color: str) -> np.ndarray:
+    value = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
 
 
 @pytest.mark.parametrize(
@@ -201,9 +204,7 @@ TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 
 
 def lab(color: str, sight: np.ndarray) -> np.ndarray:
     """CIELAB of a colour as seen with this ``sight``."""
-    value = np.array([int(color[start : start + 2], 16) / 255 for start in (1, 3, 5)])
-    linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
-    root = np.cbrt(TO_XYZ @ np.clip(sight @ linear, 0, 1) / [0.9505, 1.0, 1.089])
+    root = np.cbrt(TO_XYZ @ np.clip(sight @ linear_rgb(color), 0, 1) / [0.9505, 1.0, 1.089])
     return np.array([116 * root[1] - 16, 500 * (root[0] - root[1]), 200 * (root[1] - root[2])])
 
 
