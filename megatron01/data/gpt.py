@@ -103,11 +103,9 @@ def build_gpt_index(
     separate_last = num_epochs > 1 and num_samples - num_before_last < int(_SEPARATE_BELOW * num_in_epochs(1))
 
     random = np.random.RandomState(seed)
-    per_epoch = last - first
     number_type: type[np.integer] = np.int32 if last < 2**31 else np.int64
-    documents = np.empty(num_epochs * per_epoch, dtype=number_type)
-    documents.reshape(num_epochs, per_epoch)[:] = np.arange(first, last, dtype=number_type)
-    _shuffle_apart(documents, (num_epochs - 1) * per_epoch if separate_last else 0, random)
+    documents = np.tile(np.arange(first, last, dtype=number_type), num_epochs)
+    _shuffle_apart(documents, (num_epochs - 1) * (last - first) if separate_last else 0, random)
 
     place_type: type[np.integer] = np.int32 if len(documents) < 2**31 else np.int64
     samples = np.empty((num_total + 1, 2), dtype=place_type)
