@@ -16,15 +16,15 @@ from functools import cached_property, partial
 from importlib import metadata
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from megatron01.config import TokenizerType
-from megatron01.config.commands import LoadConfig
+from megatron01.config import DataConfig, TokenizerType
+from megatron01.config.commands import LoadConfig, PreprocessConfig
 from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import read_json_object, shipped
 
@@ -83,19 +83,6 @@ def checked_text(value: Any, what: str, place: str) -> str:
     except UnicodeEncodeError:
         raise UserError(f"{place}: {what} holds half of a surrogate pair; expected text") from None
     return value
-
-
-class TokenizerSettings(Protocol):
-    """The settings that choose a tokenizer; DataConfig and PreprocessConfig have them."""
-
-    @property
-    def tokenizer_type(self) -> TokenizerType: ...
-    @property
-    def vocab_file(self) -> str: ...
-    @property
-    def merge_file(self) -> str | None: ...
-    @property
-    def tokenizer_model(self) -> str | None: ...
 
 
 class FastTokenizer(Tokenizer):
@@ -551,3 +538,7 @@ class TokenizerFiles:
     def built(self) -> Tokenizer:
         """The tokenizer. Raises UserError if its files cannot be read."""
         return build_tokenizer(self)
+
+
+TokenizerSettings = DataConfig | PreprocessConfig | TokenizerFiles
+"""Settings that choose a tokenizer."""
