@@ -73,9 +73,7 @@ def _prefixes(paths: Sequence[str]) -> list[str]:
 
 def _merge(config: MergeConfig) -> None:
     merged = merge(_prefixes(config.input), config.output_prefix)
-    print(
-        f"{merged.prefix}: {merged.num_documents:,} documents, {len(merged):,} sequences, {merged.tokens.size:,} tokens"
-    )
+    print(f"{merged.prefix}: {_counts(merged)}")
     if not origin_path(merged.prefix).is_file():
         print("note: no record of the tokenizer was kept, for at least one of the files has none")
 
@@ -138,8 +136,7 @@ def verify(prefix: str) -> list[str]:
         raise UserError(f"{bin_path(prefix)} holds the token id {least}; it is damaged: copy or make it again")
     content = describe_content(dataset, checksum)
     lines = [
-        f"{dataset.num_documents:,} documents, {len(dataset):,} sequences, {dataset.tokens.size:,} tokens"
-        + (f", ids {least} to {most}" if dataset.tokens.size else ""),
+        _counts(dataset) + (f", ids {least} to {most}" if dataset.tokens.size else ""),
         f"content: tokens_crc32 {content['tokens_crc32']}, layout_sha256 {content['layout_sha256']}",
     ]
     origin, name = read_origin(prefix), origin_path(prefix).name
@@ -177,8 +174,7 @@ def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens:
     looked_at = len(sequences_per_document)
     limited = f" (of the first {looked_at:,})" if looked_at < dataset.num_documents else ""
     lines = [
-        f"{dataset.prefix}: {dataset.num_documents:,} documents, {len(dataset):,} sequences,"
-        f" {dataset.tokens.size:,} tokens of type {dataset.dtype}",
+        f"{dataset.prefix}: {_counts(dataset)} of type {dataset.dtype}",
         f"  .bin {bin_path(prefix).stat().st_size:,} bytes, .idx {idx_path(prefix).stat().st_size:,} bytes,"
         " format MMIDIDX version 1",
         f"  tokens in a sequence:     {_statistics(dataset.sizes)}",
@@ -190,6 +186,10 @@ def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens:
         first, last = dataset.documents[number : number + 2].tolist()
         lines += [f"  {line}" for line in _shown(dataset, range(first, last), tokenizer, tokens)]
     return lines
+
+
+def _counts(dataset: IndexedDataset) -> str:
+    return f"{dataset.num_documents:,} documents, {len(dataset):,} sequences, {dataset.tokens.size:,} tokens"
 
 
 def _statistics(values: NDArray[np.integer]) -> str:
