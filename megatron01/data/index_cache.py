@@ -115,8 +115,7 @@ def _load(entry: Path, text: str) -> Arrays | None:
             arrays[name] = array
         return arrays
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        if isinstance(error, OSError):
-            refuse_too_many_open_files(error, entry)
+        refuse_too_many_open_files(error, entry)
         logger.warning("the sample index %s is damaged (%s) and is built again", entry, error)
         return None
 

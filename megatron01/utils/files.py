@@ -67,9 +67,9 @@ def allow_many_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
-def refuse_too_many_open_files(error: OSError, path: str | os.PathLike[str]) -> None:
+def refuse_too_many_open_files(error: Exception, path: str | os.PathLike[str]) -> None:
     """Raises: UserError if ``error`` is that this process, or the machine, has too many open files."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         raise UserError(f"{path} cannot be opened: {error.strerror}; raise the limit with ulimit -n") from error
 
 
@@ -173,8 +173,7 @@ def writing(place: str | os.PathLike[str], advice: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError):
-            refuse_too_many_open_files(error, place)
+        refuse_too_many_open_files(error, place)
         reason = "; ".join(filter(None, (getattr(error, "strerror", None) or str(error), advice)))
         raise UserError(f"{place} cannot be written: {reason}") from error
 

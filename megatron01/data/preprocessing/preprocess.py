@@ -336,7 +336,7 @@ class _Run:
         if Path(f"{prefix}.bin.partial").exists():
             return False
         present = indexed.IndexedDataset(prefix)
-        found = (len(present), len(present.documents) - 1, len(present.tokens))
+        found = (len(present), present.num_documents, len(present.tokens))
         return found == (state.num_sequences, state.num_documents, state.num_tokens)
 
     def _write(self, end: Position, encoded: EncodedChunk) -> None:
