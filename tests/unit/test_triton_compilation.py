@@ -17,7 +17,7 @@ need_triton()
 
 pytestmark = pytest.mark.triton
 
-CAPABILITIES = (80, 90)
+CAPABILITIES = (80, 90, 100)
 ROOT = Path(__file__).parents[2]
 
 

@@ -2,7 +2,7 @@
 
 The kernels do what ``megatron01.comm.kernels.specification`` does with torch operations, in the same order of fp32
 operations, so both give the same bits. That is tested in Triton's interpreter on CPUs, and was on an H200
-(``benchmarks/results/gpu.md``); that they compile for compute capability 8.0 and 9.0 is tested too.
+(``benchmarks/results/gpu.md``); that they compile for compute capability 8.0, 9.0 and 10.0 is tested too.
 
 A program takes ``BLOCKS`` consecutive blocks, as tensors of the shape [BLOCKS, WORDS, 32]: block, sign word, bit. That
 is one block where blocks are large; of small ones it takes several, so that no warp idles. Reductions are over axes of

@@ -75,7 +75,10 @@ def test_peaks_of_hardware() -> None:
     assert peak_of("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
     assert peak_of("Tesla V100-SXM2-32GB", "fp32", tf32=True) == 15.7e12  # has no TF32
     assert peak_of("NVIDIA GH200 480GB", "bf16") == 989e12
-    for other in ("abacus", "NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA T400 4GB"):  # no L4, A100 or T4
+    assert peak_of("NVIDIA L40", "bf16") == 181e12  # no L4
+    assert peak_of("NVIDIA RTX A6000", "bf16") == 154.8e12
+    assert peak_of("NVIDIA RTX 6000 Ada Generation", "bf16") == 364.2e12
+    for other in ("abacus", "NVIDIA L40G", "NVIDIA RTX A1000", "NVIDIA T400 4GB"):  # no L4, L40, A100 or T4
         assert peak_of(other, "bf16") is None
     cpu = torch.device("cpu")
     assert peak_flops(cpu, "bf16", 8, None) is None and peak_flops(cpu, "bf16", 8, 2.5) == 20e12
