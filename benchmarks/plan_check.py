@@ -42,7 +42,6 @@ FITTED_RATES = 2
 NEARLY_FULL = 0.9  # share of a cap: link rates that a busy machine does not reach are not used for the fit
 FRAME, SEGMENT = 1514, 1448  # bytes: a full frame, and its payload
 DDP_BUCKET_BYTES = 0.25e6  # as in the benchmark's baselines
-MEMORY_RATE = 7e9
 Line = dict[str, Any]
 
 
@@ -107,7 +106,7 @@ class Predictions:
             inside_rate=self.link[rate],
             latency=machine.latency,
             inside_latency=machine.latency,
-            memory_rate=MEMORY_RATE,
+            memory_rate=math.inf,  # AdamW is part of the steps without an exchange, the rest of ``Machine.step``
         )
 
     def work(self, machine: Machine, *, is_ours: bool) -> Work:
@@ -120,7 +119,6 @@ class Predictions:
             exchange_seconds=machine.exchange,
             sending=machine.sending,
             ddp_bucket_bytes=DDP_BUCKET_BYTES,
-            arithmetic=0.0,  # AdamW's is part of the steps without an exchange; the extra time is in ``step``
         )
 
     def optimizer(self, contestant: str) -> OptimizerConfig:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megatron01.config import BertPretrainConfig
 from megatron01.config.command_line import parse
-from megatron01.cost.cluster import Cluster
+from megatron01.cost.cluster import COPY_SHARE, Cluster
 from megatron01.cost.memory import parameter_sizes
 from megatron01.cost.run_time import Choice, Work, run_time
 from megatron01.utils.formatting import columns
@@ -64,7 +64,7 @@ PROFILE = {name: [Row(*row) for row in network["rows"]] for name, network in NET
 
 BERT_LARGE = parse(BertPretrainConfig, ["--config", "bert/large"], prog="", description="")
 _LATENCY = 30e-6
-_V100_MEMORY_RATE = 900e9
+_V100_MEMORY_RATE = COPY_SHARE * 900e9
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ class ClusterConfig(Bounded):
     inside_gbytes: Positive[float] | None = None
     """10^9 bytes a second that a process can send to others of its node; the GPU's own when not given."""
     memory_gbytes_per_second: Positive[float] | None = None
-    """10^9 bytes a second that a processor's memory delivers; the GPU's own when not given."""
+    """10^9 bytes a second that a copy reads and writes, as measured; 88 % of the GPU's data sheet when not given."""
     jitter: Below1 = 0.0
     """Standard deviation of a replica's compute time from step to step, as a share of it."""
     price: NotNegative[float] | None = None
@@ -144,6 +144,9 @@ def expected_maximum(count: int) -> float:
     return 0.0 if count < 2 else -NormalDist().inv_cdf(0.625 / (count + 0.25))  # the lower tail does not round to 1
 
 
+COPY_SHARE = 0.88
+"""Share of its data sheet's memory bandwidth that a GPU's copy reaches: an H200 (``benchmarks/results/gpu.md``)."""
+
 _CPU_MEMORY_RATE = 7.0  # 10^9 bytes a second, of one core
 _CPU_INSIDE_RATE = 1.0  # 10^9 bytes a second, gloo over loopback
 
@@ -158,7 +161,7 @@ class Cluster:
     inside_rate: float  # bandwidth of a process to the others of its node, bytes a second
     latency: float  # seconds of one message between nodes
     inside_latency: float  # seconds of one message inside a node
-    memory_rate: float  # memory bandwidth of a processor, bytes a second of sequential reads and writes
+    memory_rate: float  # of a processor, bytes a second that a copy reads and writes
     jitter: float = 0.0  # relative standard deviation of a replica's compute time
     on_gpu: bool = True  # where replicas compute
 
@@ -167,6 +170,7 @@ class Cluster:
         """The cluster of the settings, with ``nodes`` nodes."""
         gpu = GPUS.get(config.gpu.lower())
         latency = config.link_latency_us * 1e-6
+        copy_rate = COPY_SHARE * gpu.memory_rate if gpu else _CPU_MEMORY_RATE
         return cls(
             nodes=nodes,
             processes_per_node=config.processes_per_node,
@@ -174,7 +178,7 @@ class Cluster:
             inside_rate=1e9 * (config.inside_gbytes or (gpu.inside_rate if gpu else _CPU_INSIDE_RATE)),
             latency=latency,
             inside_latency=min(latency, 10e-6),
-            memory_rate=1e9 * (config.memory_gbytes_per_second or (gpu.memory_rate if gpu else _CPU_MEMORY_RATE)),
+            memory_rate=1e9 * (config.memory_gbytes_per_second or copy_rate),
             jitter=config.jitter,
             on_gpu=gpu is not None,
         )

@@ -73,18 +73,59 @@ class Timeline:
         return ends
 
 
-# Memory traffic in bytes per element, reads and writes (counted in benchmarks/README.md).
-_ADAM = 28.0
-_CLIPPED_ADAM = 40.0
-_LOCAL = 36.0
-_ONE_BIT = 40.0
-_FULL = 28.0  # reads m, v, x; writes m, v, x and weights; u is 0; without the mean gradient
-_SECOND_MOMENT = 8.0  # of these
-_MOMENTUM = 24.0  # a 1-bit step without a second moment
-_OWN_NORM = 4.0  # of a replica's gradient, which is sent with it
-_COMPRESS = 12.0
-_REDUCE = 8.0  # per element of the chunk that a process owns as server
-_TO_16_BIT = 6.0  # fp32 values read and written as rows of 16 bits, or back
+@dataclass(frozen=True)
+class _Traffic:
+    """Memory traffic of the optimizer's arithmetic, in bytes per element: what each kernel reads and writes, once each.
+
+    x and all of Adam's state are fp32. Those of fp32 weights are in ``benchmarks/README.md``.
+    """
+
+    weight: int  # bytes of an element of the model's weights
+    gradient: int  # of its gradient, in the flat buffer
+    state: int  # of v, m, u and the errors
+    second_moment: bool
+
+    def adam(self, *, multiplies: bool) -> float:
+        """The norm; g, m, v and x read, m, v and x written. 16-bit gradients and weights have fp32 copies."""
+        copies = 0 if self.weight == 4 else 2 * (4 + self.weight)
+        return self.weight + copies + (8 if multiplies else 0) + 28
+
+    @property
+    def local(self) -> float:
+        """The norm; g, m, u, v and x read, m, u and the weights written."""
+        return 2 * self.gradient + (5 if self.second_moment else 4) * self.state + 4 + self.weight
+
+    @property
+    def one_bit(self) -> float:
+        """The norm; g, m and u read, u written; after the exchange v and x read, x, m and the weights written."""
+        if self.second_moment:
+            return 2 * self.gradient + 5 * self.state + 8 + self.weight
+        # soft sign: g, m and b read before it and again after it, when m, b, x and the weights are written
+        return 3 * self.gradient + 7 * self.state + 8 + self.weight
+
+    @property
+    def full(self) -> float:
+        """m, v and x read, m, v, x and the weights written; without the mean gradient. u is 0."""
+        return (4 if self.second_moment else 2) * self.state + 8 + self.weight
+
+    @property
+    def own_norm(self) -> float:
+        """Of a replica's gradient, which is sent with it."""
+        return self.gradient
+
+    def to_rows(self, wire: float) -> float:
+        """Gradients read and written as rows for the wire, or back."""
+        return self.gradient + wire
+
+    def compress(self, value: int) -> float:
+        """A value read, its error read and written."""
+        return value + 2 * self.state
+
+    @property
+    def reduce(self) -> float:
+        """Per element of the chunk that a process owns as server: its error read and written."""
+        return 2 * self.state
+
 
 _MOST_BUCKETS = 48
 """Most buckets that are simulated; with more, buckets are merged, which changes little and keeps planning fast."""
@@ -99,9 +140,10 @@ class Work:
     backward_seconds: float  # likewise
     micro_batches: int = 1  # per step
     gradient_bytes: float = 2.0  # per gradient element on the wire, at full steps
+    weight_bytes: int = 2  # per element of the model's weights
+    sums_in_fp32: bool = False  # the gradients of several micro-batches; not those of Adam
     step_seconds: float = 0.0  # fixed overhead of a step: kernel launches, data loading
     exchange_seconds: float = 0.0  # fixed processor overhead of exchanging a bucket; not for Adam's all-reduce
-    arithmetic: float = 1.25  # the optimizer's time relative to its memory traffic at full memory bandwidth
     sending: float = 0.0  # processor seconds per byte sent or received; 0 if network cards do the work
     ddp_bucket_bytes: float = 25e6  # size of DDP's gradient buckets, for Adam
 
@@ -153,13 +195,15 @@ class StepModel:
             stage = self.cluster.all_reduce(size / num_buckets)
             processing = 2 * size / num_buckets * work.sending
             ends = [self._send(timeline, [stage], processing, after) for after in ends]
-        update = timeline.add("processor", self._memory(_CLIPPED_ADAM if self.config.clip_grad > 0 else _ADAM), *ends)
+        # on a GPU the norm is not waited for, so gradients are multiplied at every step
+        update = self._memory(self._traffic.adam(multiplies=self.config.clip_grad > 0 or self.cluster.on_gpu))
+        update = timeline.add("processor", update, *ends)
         return self._breakdown(timeline, update)
 
     def local(self) -> StepTime:
         """Local step: no exchange between replicas."""
         timeline, passes = self._passes(1)
-        update = timeline.add("processor", self._update(_LOCAL), *self._average_inside(timeline, passes))
+        update = timeline.add("processor", self._update(self._traffic.local), *self._average_inside(timeline, passes))
         return self._breakdown(timeline, update)
 
     def full(self) -> StepTime:
@@ -177,21 +221,22 @@ class StepModel:
         inner = size if bits is None else volume.INSIDE_BYTES * work.parameters / num_buckets
         stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
         processing = work.exchange_seconds + 2 * size * work.sending
+        traffic = self._traffic
         if bits is None:
-            before, after_it, mean_bytes = _OWN_NORM + _TO_16_BIT, _TO_16_BIT, 4.0
+            after_it, mean_bytes = traffic.to_rows(work.gradient_bytes), float(traffic.gradient)
+            before = traffic.own_norm + after_it
         else:  # the mean stays packed: its norm and the update decode it
-            before, after_it, mean_bytes = _OWN_NORM + _COMPRESS * self._share_sent, 0.0, bits / 8
-            before += _TO_16_BIT if self.cluster.is_hierarchical else 0.0
-            processing += self._memory(_REDUCE) / self.cluster.processes / num_buckets
+            before, after_it, mean_bytes = traffic.own_norm, 0.0, bits / 8
+            before += traffic.compress(traffic.gradient) * self._share_sent
+            before += traffic.to_rows(volume.INSIDE_BYTES) if self.cluster.is_hierarchical else 0.0
+            processing += self._memory(traffic.reduce) / self.cluster.processes / num_buckets
         ends = []
         for after in passes:
             read = timeline.add("processor", self._memory(before) / num_buckets, after, priority=True)
             sent = self._send(timeline, stages, processing, read)
             ends.append(timeline.add("processor", self._memory(after_it) / num_buckets, sent, priority=True))
-        update_bytes = _FULL + 2 * mean_bytes
-        if not find_optimizer(self.config.optimizer).second_moment:
-            update_bytes -= _SECOND_MOMENT
-        return self._breakdown(timeline, timeline.add("processor", self._update(update_bytes), *ends))
+        update = self._update(traffic.full + 2 * mean_bytes)
+        return self._breakdown(timeline, timeline.add("processor", update, *ends))
 
     def one_bit(self, *, every_step: bool) -> StepTime:
         """1-bit step: compress, all-to-all, reduce, all-gather; decompression is fused with the weight update.
@@ -204,7 +249,8 @@ class StepModel:
             return self.local()
         num_buckets = self._num_buckets(of_steps=True)
         timeline, passes = self._passes(num_buckets)
-        update = self._update(_ONE_BIT if find_optimizer(config.optimizer).second_moment else _MOMENTUM)
+        traffic = self._traffic
+        update = self._update(traffic.one_bit)
         starts_early = config.overlap_exchange and every_step and config.clip_grad == 0 and not self.replica_is_node
         if not starts_early:
             passes = self._average_inside(timeline, [passes[-1]])
@@ -217,8 +263,8 @@ class StepModel:
             outer=0.0 if self.sharded else packed,
             reduces=not self.replica_is_node,
         )
-        compression = self._memory(_COMPRESS) * self._share_sent / num_buckets
-        reduction = self._memory(_REDUCE) / cluster.processes / num_buckets
+        compression = self._memory(traffic.compress(traffic.state)) * self._share_sent / num_buckets
+        reduction = self._memory(traffic.reduce) / cluster.processes / num_buckets
         processing = reduction + work.exchange_seconds + 2 * packed * work.sending
         ends = []
         for after in passes:
@@ -287,8 +333,17 @@ class StepModel:
         return share * self._memory(bytes_per_element)
 
     def _memory(self, bytes_per_element: float) -> float:
+        return bytes_per_element * self.work.parameters / self.cluster.memory_rate
+
+    @property
+    def _traffic(self) -> _Traffic:
         work = self.work
-        return work.arithmetic * bytes_per_element * work.parameters / self.cluster.memory_rate
+        return _Traffic(
+            weight=work.weight_bytes,
+            gradient=4 if work.sums_in_fp32 and work.micro_batches > 1 else work.weight_bytes,
+            state=volume.ELEMENT_BYTES[self.config.state_dtype],
+            second_moment=find_optimizer(self.config.optimizer).second_moment,
+        )
 
     def _breakdown(self, timeline: Timeline, last: int) -> StepTime:
         compute = self.work.compute_seconds + self.work.step_seconds
@@ -349,7 +404,11 @@ def run_time(choice: Choice, *, cluster: Cluster, work: Work, train_iters: int, 
     each other, or determine no schedule (``volume.traffic``).
     """
     settings = choice.optimizer
-    work = replace(work, gradient_bytes=volume.full_step_bytes(settings, precision))
+    work = replace(
+        work,
+        gradient_bytes=volume.full_step_bytes(settings, precision),
+        weight_bytes=volume.ELEMENT_BYTES[precision],
+    )
     model = StepModel(cluster, work, settings, choice.replica_is_node, choice.sharded)
     groups = _group_steps(replace(settings, bucket_elements=1), train_iters)
     replicas = cluster.nodes if choice.replica_is_node else cluster.processes

@@ -87,6 +87,7 @@ def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_sec
         forward_seconds=(1 - _BACKWARD_SHARE) * compute_seconds,
         backward_seconds=_BACKWARD_SHARE * compute_seconds,
         micro_batches=training.accumulation_steps(replicas),
+        sums_in_fp32=training.accumulate_grads_in_fp32,
     )
     # each data-parallel group exchanges within itself, and shares the node's link with the others
     group = replace(

@@ -105,6 +105,7 @@ def choose(
         forward_seconds=forward_seconds,
         backward_seconds=backward_seconds,
         micro_batches=micro_batches,
+        sums_in_fp32=config.training.accumulate_grads_in_fp32,
         exchange_seconds=beyond_messages(short_exchange, cluster),
         sending=sending,
     )
