@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,6 +177,7 @@ def _parquet(path: Path) -> Rows:
 
 _INDEX = ("index", "id", "idx")  # names of a column that may be missing
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_HUB_SECONDS = 10  # without an answer
 _TRAIN = Split(names=("train",))
 
 
@@ -293,6 +294,7 @@ def _find(data: Path, task: Task, split: Split) -> Path | None:
 
 def _from_hub(name: str, config: str, split: Split) -> Rows:
     datasets = import_optional("datasets", f"input {name!r}, which is not a folder,")
+    _take_cache_if_unreachable(name)
     try:
         loaded = datasets.load_dataset(name, config)
         chosen = next((known for known in split.names if known in loaded), None)
@@ -306,6 +308,20 @@ def _from_hub(name: str, config: str, split: Split) -> Rows:
             f"input is {name!r}, which is not a folder, and its {config} cannot be loaded from a hub ({reason}); give a"
             " folder"
         ) from error
+
+
+@cache
+def _take_cache_if_unreachable(name: str) -> None:
+    """Let the hub's libraries take their cache alone if it does not answer; they would try again for 23 seconds."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().dataset_info(name, timeout=_HUB_SECONDS)
+    except HfHubHTTPError:
+        pass  # it answers
+    except Exception:  # of the HTTP library, which differs between versions
+        constants.HF_HUB_OFFLINE = True
 
 
 def score(task: Task, outputs: NDArray[np.float32], labels: NDArray[np.float64]) -> dict[str, float]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import sys
 import types
 
+import huggingface_hub
 import pytest
 
 from megatron01.errors import UserError
@@ -48,6 +49,7 @@ def test_from_a_hub(task, monkeypatch):
         assert name == "some/glue"
         return hub_sets(task)
 
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **__: None)
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     found = read_task("some/glue", TASKS[task])
     assert without_index(found.train) == without_index(expected(task))
@@ -55,6 +57,30 @@ def test_from_a_hub(task, monkeypatch):
         UserError, match="input is 'some/glue', which is not a folder, and its rte cannot be loaded from a hub"
     ):
         read_task("some/glue", TASKS["RTE"])
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    """The hub's libraries try again and again; what they have in their cache they find without it."""
+    asked = []
+
+    def dataset_info(self, name, timeout):
+        asked.append(name)
+        raise ConnectionError("Name or service not known")
+
+    def load_dataset(name, config):
+        if not huggingface_hub.constants.HF_HUB_OFFLINE:
+            raise TimeoutError("tried again for 23 seconds")
+        if name != "cached/glue":
+            raise ValueError("not in the cache")
+        return hub_sets("RTE")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert without_index(read_task("cached/glue", TASKS["RTE"]).train) == without_index(expected("RTE"))
+    assert asked == ["cached/glue"]
+    with pytest.raises(UserError, match=r"'data/gleu', which is not a folder, .*\(not in the cache\); give a folder"):
+        read_task("data/gleu", TASKS["RTE"])
 
 
 def test_the_diagnostic_set_lies_beside_mnli(tmp_path):
