@@ -85,6 +85,12 @@ class TextEncoder:
         backend: Backend = self.tokenizer.backend_tokenizer
         return backend
 
+    def hash(self) -> str:
+        """Hash of all that decides how a text is encoded, but for the length."""
+        self.backend.no_padding()
+        self.backend.no_truncation()
+        return hashlib.sha256(self.backend.to_str().encode()).hexdigest()[:16]
+
     def encode(self, first: Sequence[str], second: Sequence[str] | None, max_length: int) -> list[Encoded]:
         """Encode single texts or pairs, truncated to ``max_length`` tokens at the end of the longer text."""
         self.backend.no_padding()
@@ -126,7 +132,7 @@ class Pretrained:
     body: dict[str, Tensor]  # its weights without any head, by their names in a model with one: fp32, on the CPU
     encoder: TextEncoder
     max_length: int  # number of positions
-    fingerprint: str
+    fingerprint: str  # of the body and the tokenizer
 
     def new_model(self, *, num_outputs: int, seed: int, dropout: float | None) -> Any:
         """A model with this body, and with a head drawn from the seed.
@@ -238,7 +244,7 @@ def _load_folder(
         body=body,
         encoder=encoder,
         max_length=min(positions, tokenizer.model_max_length),
-        fingerprint=_fingerprint(body),
+        fingerprint=f"{_hash_of(body)} with tokenizer {encoder.hash()}",
     )
 
 
@@ -282,7 +288,7 @@ def _set_dropout(config: Any, dropout: float, source: str) -> None:
         setattr(config, name, dropout)
 
 
-def _fingerprint(body: dict[str, Tensor]) -> str:
+def _hash_of(body: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(body):
         digest.update(name.encode())

@@ -66,6 +66,27 @@ def test_the_seed_draws_the_head_and_nothing_else(model_folder):
     assert all(torch.equal(first[name], own[name]) for name in first if name not in differing | {"classifier.bias"})
 
 
+def test_the_fingerprint_covers_weights_and_tokenizer(folder):
+    def found():
+        return load_pretrained(str(folder), None, HEAD).fingerprint
+
+    first = load_pretrained(str(folder), None, HEAD)
+    first.encoder.encode(["the fox ."], None, 8)  # sets a length
+    assert first.fingerprint == found() and first.encoder.hash() in first.fingerprint
+    weights, _, tokenizer = first.fingerprint.partition(" with tokenizer ")
+    definition = json.loads((folder / "tokenizer.json").read_text())
+    ids = definition["model"]["vocab"]
+    ids["fox"], ids["dog"] = ids["dog"], ids["fox"]
+    (folder / "tokenizer.json").write_text(json.dumps(definition))
+    (folder / "vocab.txt").write_text("".join(f"{word}\n" for word in sorted(ids, key=ids.get)))
+    other_words = found()
+    assert other_words.startswith(f"{weights} with ") and not other_words.endswith(tokenizer)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["bert.embeddings.position_embeddings.weight"] += 1.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert not found().startswith(weights) and found().endswith(other_words.partition(" with ")[2])
+
+
 def test_dropout_in_place_of_the_model_s_own(model_folder):
     pretrained = load_pretrained(str(model_folder), None, HEAD)
     model = pretrained.new_model(num_outputs=2, seed=0, dropout=0.37)
