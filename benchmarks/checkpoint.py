@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from replica_pool import largest, launch_environment, run_replicas
-from reporting import report
+from reporting import report, run_program
 from timing import seconds_of
 from workload import BATCH, Workload, train_step
 
@@ -165,4 +165,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

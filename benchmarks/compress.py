@@ -16,7 +16,7 @@ from typing import Any
 
 import compress_codec
 import compress_exchange
-from reporting import report
+from reporting import report, run_program
 
 
 def main() -> None:
@@ -45,4 +45,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

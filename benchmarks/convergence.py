@@ -24,14 +24,13 @@ from statistics import mean, stdev
 from typing import Any
 
 import torch
-from convergence_run import SHAPES, Run, count_baselines, train, train_simulated
+from convergence_run import SHAPES, Run, build_config, count_baselines, train, train_simulated
 from convergence_variants import Settings, variants
 from records import Records, read_records
 from replica_pool import ReplicaPool
-from reporting import ROOT, machine, revision
+from reporting import ROOT, machine, revision, run_program
 from scipy import stats
 
-from megatron01.errors import UserError
 from megatron01.utils.formatting import markdown
 
 BASELINE = "adam"
@@ -91,6 +90,7 @@ def result_of(run: Run, arguments: argparse.Namespace) -> dict[str, Any]:
     data = str(arguments.data)
     if not arguments.processes:
         return train_simulated(run, data)
+    build_config(run, arguments.data)  # creates missing data once, before all replicas would at the same time
     with ReplicaPool(run.replicas) as pool:
         return pool.run(train, run, data)[0]
 
@@ -201,7 +201,4 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from None
+    run_program(main)

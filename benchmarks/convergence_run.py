@@ -31,9 +31,11 @@ from megatron01.data import (
     build_gpt_datasets,
     build_tokenizer,
 )
+from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
 from megatron01.optim import TrainingDiverged
 from megatron01.training.step import LossModule
+from megatron01.utils.files import writing
 
 EVALUATIONS = 8
 HELD_OUT_SEED = 0
@@ -141,12 +143,16 @@ def small_vocabulary(task: str, folder: Path) -> tuple[Path, dict[str, Any]]:
     prefix = folder / f"{name}_text_{'document' if task == 'gpt2' else 'sentence'}"
     files = {"vocab_file": str(vocabulary)} | ({"merge_file": str(merges)} if task == "gpt2" else {})
     if not prefix.with_suffix(".idx").exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         common = ["--input", str(corpus), "--output-prefix", str(folder / name), "--tokenizer-type", kind]
         learn = ["train-tokenizer", *common, "--vocab-size", str(VOCABULARY), "--alphabet-size", "60"]
         cut = ["--append-eod", "--merge-file", str(merges)] if task == "gpt2" else ["--split-sentences"]
         for command in (learn, ["preprocess", *common, "--vocab-file", str(vocabulary), *cut]):
-            subprocess.run([sys.executable, "-m", "megatron01", *command], check=True, capture_output=True, cwd=ROOT)
+            command = [sys.executable, "-m", "megatron01", *command]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+            if done.returncode != 0:
+                raise UserError(done.stderr.strip().rpartition("\n")[2].removeprefix("error: "))
     return prefix, files
 
 

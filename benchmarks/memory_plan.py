@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from replica_pool import run_replicas
-from reporting import reset_peak, resident
+from reporting import reset_peak, resident, run_program
 from workload import Workload, new_optimizer, random_batch, train_step
 
 from megatron01.config import PretrainConfig, Recomputation
@@ -121,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -16,14 +16,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
-class ReplicaFailed(RuntimeError):
-    """A replica raised or died; the message holds its traceback. The pool can no longer be used."""
+class ReplicaFailed(UserError):
+    """A replica raised or died. The message is that of its UserError, or holds its traceback.
+
+    The pool can no longer be used.
+    """
 
 
 class ReplicaPool:
@@ -60,11 +64,11 @@ class ReplicaPool:
             for ready in multiprocessing.connection.wait(list(waiting)):
                 rank = waiting.pop(ready)  # type: ignore[call-overload]
                 try:
-                    trace, results[rank] = self._connections[rank].recv()
+                    failure, results[rank] = self._connections[rank].recv()
                 except EOFError:
                     raise ReplicaFailed(f"replica {rank} ended") from None
-                if trace is not None:
-                    raise ReplicaFailed(f"replica {rank} failed:\n{trace}")
+                if failure is not None:
+                    raise ReplicaFailed(failure)
         return [results[rank] for rank in range(len(self._connections))]
 
     def __enter__(self) -> ReplicaPool:
@@ -125,7 +129,9 @@ def _serve(
             work, args = connection.recv()
             try:
                 connection.send((None, work(*args)))
+            except UserError as error:
+                connection.send((str(error), None))
             except Exception:
-                connection.send((traceback.format_exc(), None))
+                connection.send((f"replica {rank} failed:\n{traceback.format_exc()}", None))
     except (EOFError, BrokenPipeError):
         os._exit(0)  # the parent process has ended

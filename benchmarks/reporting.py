@@ -14,9 +14,18 @@ from typing import Any
 
 import torch
 
+from megatron01.errors import UserError
 from megatron01.monitor.run_directory import git_revision, hardware
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_program(main: Callable[[], None]) -> None:
+    """Run a benchmark; a UserError ends it in one line."""
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 def revision() -> str:

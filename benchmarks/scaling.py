@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from replica_pool import ReplicaPool, largest, launch_environment
+from reporting import run_program
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, Topology
@@ -203,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -27,7 +27,7 @@ from convergence_run import SHAPES, small_vocabulary
 from hosts import bits_per_second, why_not
 from records import Records, read_records
 from replica_pool import ReplicaFailed
-from reporting import ROOT, machine, revision
+from reporting import ROOT, machine, revision, run_program
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_lab import NO_HOSTS, Lab, Race, find_profile
 from slow_network_table import OURS, expected_seconds, report, same_links
@@ -341,4 +341,4 @@ def _share(text: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -18,7 +18,7 @@ import step_arithmetic
 import step_memory
 import step_optimizers
 import step_phases
-from reporting import report
+from reporting import report, run_program
 from workload import RECIPES, Workload
 
 
@@ -57,4 +57,4 @@ SECTIONS: dict[str, Callable[[Workload, int], tuple[Any, str]]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

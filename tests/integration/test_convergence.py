@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron01.config import BertModelConfig
+from megatron01.errors import UserError, require
 from megatron01.models import Bert
 from tests.programs import ROOT, run_python
 
@@ -56,6 +57,37 @@ def test_a_replica_that_fails_stops_the_others(benchmarks: Any) -> None:
 
     with pytest.raises(ValueError, match="replica 1"):
         simulated.run_simulated(work, 3)
+
+
+def test_a_mistake_that_a_replica_finds_is_one_line(benchmarks: Any) -> None:
+    pool_module, reporting = benchmarks("replica_pool"), benchmarks("reporting")
+
+    def fail(work: Any, *args: Any) -> str:
+        def main() -> None:
+            with pool_module.ReplicaPool(2) as pool:
+                pool.run(work, *args)
+
+        with pytest.raises(SystemExit) as ended:
+            reporting.run_program(main)
+        return str(ended.value)
+
+    assert fail(require, False, "steps is 0; expected 1 or more") == "error: steps is 0; expected 1 or more"
+    assert "ZeroDivisionError" in (unknown := fail(divmod, 1, 0)) and "failed:\nTraceback" in unknown
+
+
+def test_text_that_cannot_be_prepared_is_one_line(benchmarks: Any, tmp_path: Path) -> None:
+    runs = benchmarks("convergence_run")
+    (tmp_path / "gpt2_512-vocab.json").mkdir()
+    with pytest.raises(UserError, match=r"^.*gpt2_512-vocab.json.*$"):
+        runs.small_vocabulary("gpt2", tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_find_the_text_prepared(tmp_path: Path) -> None:
+    """Each would prepare it where it is missing, over the files of the others."""
+    program = ROOT / "benchmarks" / "convergence.py"
+    command = [program, "--processes", "--task", "gpt2", "--variants", "adam", "--steps", "4", "--seeds", "0"]
+    assert "| adam |" in run_python(*command, "--data", tmp_path / "data", "--output", tmp_path / "results.jsonl")
 
 
 def test_gaps_are_paired_by_seed(benchmarks: Any) -> None:

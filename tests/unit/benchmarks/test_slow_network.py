@@ -46,7 +46,12 @@ def test_text_is_prepared_in_the_folder_that_was_named(
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: commands.append(command))
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
     benchmarks("convergence_run").small_vocabulary("bert", Path("text"))
     prefixes = [command[command.index("--output-prefix") + 1] for command in commands]
     assert [Path(prefix).parent for prefix in prefixes] == [tmp_path / "text"] * 2
