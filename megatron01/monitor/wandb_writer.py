@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -248,6 +249,7 @@ def import_wandb(project: str, mode: str) -> Any:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     else:
         os.environ.setdefault("WANDB_SHOW_INFO", "false")
+    logging.raiseExceptions = False  # else each line of its debug.log that a full disk refuses prints a traceback
     try:
         import wandb
     except ImportError as error:

@@ -9,6 +9,7 @@ import math
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -167,6 +168,14 @@ class TensorBoardWriter:
                 " --no-tensorboard"
             ) from None
         self._open = functools.partial(SummaryWriter, str(folder))
+        printing = threading.excepthook
+
+        def print_unless_kept(error: threading.ExceptHookArgs) -> None:
+            # TensorBoard's thread keeps its exception, which the next call raises
+            if error.exc_value is None or getattr(error.thread, "exception", None) is not error.exc_value:
+                printing(error)
+
+        threading.excepthook = print_unless_kept
         self._writer = self._open(purge_step=resumed_iteration + 1 if resumed_iteration else None)
 
     def restart_after(self, iteration: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import http.server
 import json
+import logging
 import os
 import shutil
 import threading
@@ -189,6 +190,32 @@ def test_a_failure_is_said_once_and_training_goes_on(
     assert capsys.readouterr().err.splitlines() == [
         "WARNING: wandb does not log (the server is on fire); training goes on, metrics.jsonl has everything"
     ]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_a_full_disk_under_its_log_prints_no_tracebacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = logging.getLogger("wandb")
+    handler = logging.FileHandler("/dev/full")
+
+    def open_run(*arguments: Any, **options: Any) -> Broken:
+        log.error("wandb.init called")
+        return Broken()
+
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setattr(wandb_writer, "open_run", open_run)
+    log.addHandler(handler)
+    try:
+        failing = writer(tmp_path)
+        failing.write(metrics(1, loss=1.0))
+        failing.close()
+    finally:
+        log.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("WARNING: wandb does not log")
 
 
 def test_a_server_that_is_not_reached_means_offline(

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import builtins
+import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -214,6 +216,31 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 1.5)]
+
+
+def test_a_full_disk_under_tensorboard_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    printed: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path), tensorboard=True))
+    with open_recorder(config, SINGLE) as recorder:
+        monkeypatch.setattr(LocalFileSystem, "append", full)
+        for iteration in (1, 2, 3):
+            recorder.write(metrics(iteration, loss=1.5))
+        other = threading.Thread(target=full)
+        other.start()
+        other.join()
+    assert capsys.readouterr().err == (
+        "WARNING: TensorBoardWriter fails (No space left on device); training goes on, and lines may be lost\n"
+    )
+    assert iterations(tmp_path / "metrics.jsonl") == [1, 2, 3]
+    assert [error.thread for error in printed] == [other]
 
 
 @pytest.mark.parametrize(
