@@ -75,15 +75,6 @@ def named_tensors(slices: Iterable[StateSlice], layout: ShardLayout) -> dict[str
     return found
 
 
-@dataclass(frozen=True)
-class Readers:
-    """The ranks that hold the same slices of state as this one, itself included; they share the reading."""
-
-    index: int  # of this process among them
-    count: int
-    process_group: dist.ProcessGroup | None  # of them; None with one
-
-
 @dataclass(frozen=True, kw_only=True)
 class AveragedState:
     """State of an optimizer, to be overwritten with the average of a checkpoint's replicas."""
@@ -101,14 +92,15 @@ def load_average(
     *,
     state: AveragedState,
     layout: ShardLayout,
-    readers: Readers,
+    readers: dist.ProcessGroup | None,
     group: ReplicaGroup,
 ) -> None:
     """Read the average of all states in a checkpoint of ``open_checkpoint`` into existing tensors. Collective.
 
-    ``readers`` divide the saved ranks among themselves and all-reduce what they have read. Temporary memory: the state
-    of the largest parameter. Nothing is read before the checkpoint has been found to fit. Raises UserError on every
-    rank, if the checkpoint is damaged, or lacks a tensor.
+    ``readers``, the ranks that hold the same slices of state as this one (None: it alone), divide the saved ranks among
+    themselves and all-reduce what they have read. Temporary memory: the state of the largest parameter. Nothing is read
+    before the checkpoint has been found to fit. Raises UserError on every rank, if the checkpoint is damaged, or lacks
+    a tensor.
     """
     with failing_together(group, "loading the checkpoint"):
         saved = SavedState(checkpoint, metadata, layout)
@@ -128,9 +120,9 @@ def load_average(
             saved.read(piece, own, factor=1.0 / saved.num_copies)
         for piece in state.errors:
             saved.read_errors(piece, own)
-    if readers.count > 1:
+    if readers is not None:
         for piece in (*state.average, *state.errors):
-            dist.all_reduce(piece.tensor, group=readers.process_group)
+            dist.all_reduce(piece.tensor, group=readers)
 
 
 class SavedState:
@@ -154,10 +146,11 @@ class SavedState:
             if self.num_copies < 1:
                 raise ValueError("more shards than processes")
 
-    def share_of(self, readers: Readers) -> list[int]:
+    def share_of(self, readers: dist.ProcessGroup | None) -> list[int]:
         """The saved ranks that this reader reads; together the readers read each once."""
+        index, count = (0, 1) if readers is None else (dist.get_rank(readers), dist.get_world_size(readers))
         width = self._size * self._shards
-        return [rank for rank in range(len(self.tensors)) if rank // width % readers.count == readers.index]
+        return [rank for rank in range(len(self.tensors)) if rank // width % count == index]
 
     def files(self, names: Iterable[str]) -> list[str]:
         """The files in which state of these names (``x.NAME``) lies."""

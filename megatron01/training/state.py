@@ -11,19 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron01.checkpoint.load import changed_settings, load_checkpoint
 from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
-from megatron01.checkpoint.reshard import (
-    SHARES,
-    AveragedState,
-    Readers,
-    ShardLayout,
-    StateSlice,
-    load_average,
-    named_tensors,
-)
+from megatron01.checkpoint.reshard import SHARES, AveragedState, ShardLayout, StateSlice, load_average, named_tensors
 from megatron01.checkpoint.save import RunState
 from megatron01.checkpoint.storage import damage_named, file_of_rank, read_header
 from megatron01.config import PretrainConfig
@@ -190,7 +183,7 @@ class SavedRun:
     data: RunData
     meter: Meter
     health: Health
-    readers: Readers  # the processes that hold the same slices of the optimizer's state
+    readers: dist.ProcessGroup | None  # the processes that hold the same slices of the optimizer's state
 
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from megatron01.checkpoint.load import choose_start, go_back_to, roll_back
-from megatron01.checkpoint.reshard import Readers
 from megatron01.checkpoint.save import CheckpointWriter
 from megatron01.comm.kernels import triton_serves
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
@@ -194,10 +193,8 @@ class Trainer:
             if find_optimizer(config.optimizer.optimizer).ddp
             else build_topology(group, config.distributed, tp_ranks)
         )
-        readers = Readers(tp_ranks.replica, tp_ranks.num_replicas, data_parallel_group)
-        if config.distributed.shard_optimizer:
-            shard_group = open_shard_group(group, config.distributed)
-            readers = Readers(group.nodes.index(group.node), len(group.nodes), shard_group)
+        sharded = config.distributed.shard_optimizer
+        readers = open_shard_group(group, config.distributed) if sharded else data_parallel_group
         with failing_together(group, "checking memory"):
             memory_check.require(config, self.model)
         with failing_together(group, "building the optimizer"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
-from megatron01.checkpoint.reshard import SHARES, Readers, ShardLayout, load_average, named_tensors
+from megatron01.checkpoint.reshard import SHARES, ShardLayout, load_average, named_tensors
 from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
@@ -124,7 +124,7 @@ def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor
             *open_checkpoint(folder, 1, metadata(world_size), group),
             state=state,
             layout=LAYOUT,
-            readers=Readers(group.rank, group.world_size, group.process_group),
+            readers=group.process_group,
             group=group,
         )
         go_on()

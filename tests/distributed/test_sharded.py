@@ -15,15 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, existing_folder, open_checkpoint, read_metadata
-from megatron01.checkpoint.reshard import (
-    SHARES,
-    Readers,
-    SavedState,
-    ShardLayout,
-    StateSlice,
-    load_average,
-    named_tensors,
-)
+from megatron01.checkpoint.reshard import SHARES, SavedState, ShardLayout, StateSlice, load_average, named_tensors
 from megatron01.comm import Topology
 from megatron01.comm.payload import OwnedBlocks
 from megatron01.comm.topology import build_topology, open_shard_group
@@ -360,10 +352,7 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
         state, go_on = NamedState(optimizer, LAYOUT, BLOCK).averaged()
         for piece in (*state.average, *state.errors):
             piece.tensor.fill_(7.0)  # overwritten
-        readers = Readers(group.rank, group.world_size, group.process_group)
-        if sharded:
-            readers_group = open_shard_group(group, run.config.distributed)
-            readers = Readers(group.nodes.index(group.node), len(group.nodes), readers_group)
+        readers = open_shard_group(group, run.config.distributed) if sharded else group.process_group
         load_average(
             *open_checkpoint(folder, 1, metadata(run, size), group),
             state=state,

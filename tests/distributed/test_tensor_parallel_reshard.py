@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
-from megatron01.checkpoint.reshard import SHARES, Readers, load_average, named_tensors
+from megatron01.checkpoint.reshard import SHARES, load_average, named_tensors
 from megatron01.comm.topology import build_topology, open_process_group
 from megatron01.config import DistributedConfig, GPTModelConfig
 from megatron01.errors import UserError
@@ -85,10 +85,6 @@ class Run:
     def state(self) -> NamedState:
         return NamedState(self.optimizer, shard_layout(self.part), BLOCK)
 
-    @property
-    def readers(self) -> Readers:
-        return Readers(self.parts.replica, self.parts.num_replicas, self.holders)
-
 
 def joined(num_parts: int, world_size: int) -> tuple[Any, DistributedConfig]:
     config = DistributedConfig(threads_per_replica=1, tensor_model_parallel_size=num_parts)
@@ -127,7 +123,7 @@ def load(rank: int, world_size: int, folder: str, name: str, num_parts: int) -> 
             *open_checkpoint(folder, 1, run.metadata(), group),
             state=state,
             layout=run.state.layout,
-            readers=run.readers,
+            readers=run.holders,
             group=group,
         )
         found: dict[str, dict[str, Tensor]] = {}
@@ -209,7 +205,7 @@ def load_damaged(rank: int, world_size: int, folder: str) -> str:
                 *open_checkpoint(folder, 1, run.metadata(), group),
                 state=dataclasses.replace(state, replicated=[*state.replicated, extra]),
                 layout=run.state.layout,
-                readers=run.readers,
+                readers=run.holders,
                 group=group,
             )
         return str(caught.value)
