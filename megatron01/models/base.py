@@ -57,14 +57,12 @@ class InitializedModel(nn.Module):
                 them. One parameter at a time is held whole.
         """
         generator = torch.Generator().manual_seed(self._seed)
-        norms = [module for module in self.modules() if isinstance(module, nn.LayerNorm)]
-        norm_parameters = {id(parameter) for module in norms for parameter in module.parameters()}
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
             if name.endswith("bias"):
                 parameter.zero_()
-            elif id(parameter) in norm_parameters:
+            elif parameter.dim() == 1:  # the weight of a norm
                 parameter.fill_(1.0)
             else:
                 num_rows, num_columns = self._whole_shapes[name]
