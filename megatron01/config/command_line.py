@@ -127,12 +127,10 @@ def _build_parser(
         flag = other_files.flag
         general.add_argument(flag, metavar="FILE", dest=flag, default=argparse.SUPPRESS, help=other_files.help)
     general.add_argument("--print-config", action="store_true", help="Print the resulting settings as YAML and exit.")
-    for setting in settings.in_section(None):
-        _add_flag(general, setting, values.get(setting.key, setting.default))
-    for section, text in settings.section_help.items():
-        group = parser.add_argument_group(section, text)
-        for setting in settings.in_section(section):
-            _add_flag(group, setting, values.get(setting.key, setting.default))
+    groups = {section: parser.add_argument_group(section, text) for section, text in settings.section_help.items()}
+    for setting in settings.by_key.values():
+        group = groups.get(setting.section or "", general)
+        _add_flag(group, setting, values.get(setting.key, setting.default))
     return parser
 
 

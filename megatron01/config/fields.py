@@ -57,12 +57,14 @@ class Bounded:
             require(value is None or bounds.allow(value), f"{name} is {value}; expected {bounds.expected}")
 
 
+_hints = functools.cache(get_type_hints)
+
+
 @functools.cache
 def _bounds(config_class: type) -> dict[str, Bounds]:
-    hints = get_type_hints(config_class, include_extras=True)
     return {
         name: bounds
-        for name, hint in hints.items()
+        for name, hint in get_type_hints(config_class, include_extras=True).items()
         for part in (hint, *get_args(hint))  # the type itself, or what is beside None
         for bounds in getattr(part, "__metadata__", ())
         if isinstance(bounds, Bounds)
@@ -178,31 +180,23 @@ class Settings(Generic[ConfigT]):
         self.by_key: dict[str, Setting] = {}  # "optimizer.lr" -> setting, in the order of declaration
         self.section_help: dict[str, str] = {}
         self._default_sections: dict[str, Any] = {}
-        texts, hints = field_docstrings(config_class), get_type_hints(config_class)
+        hints = get_type_hints(config_class)
         for field in dataclasses.fields(config_class):  # type: ignore[arg-type]
             default = field.default if field.default_factory is MISSING else field.default_factory()
             if not dataclasses.is_dataclass(hints[field.name]):
-                self._add(None, field, hints, default, texts)
+                self._add(None, field, config_class, default)
                 continue
             assert default is not MISSING, f"section {field.name} of {config_class.__name__} has no default"
-            section_class = type(default)
-            section_hints, section_texts = get_type_hints(section_class), field_docstrings(section_class)
-            self.section_help[field.name] = _one_line(section_class.__doc__)
+            self.section_help[field.name] = _one_line(type(default).__doc__)
             self._default_sections[field.name] = default
             for inner in dataclasses.fields(default):
-                self._add(field.name, inner, section_hints, getattr(default, inner.name), section_texts)
+                self._add(field.name, inner, type(default), getattr(default, inner.name))
 
-    def _add(
-        self,
-        section: str | None,
-        field: dataclasses.Field[Any],
-        hints: Mapping[str, Any],
-        default: Any,
-        texts: Mapping[str, str],
-    ) -> None:
+    def _add(self, section: str | None, field: dataclasses.Field[Any], owner: type, default: Any) -> None:
         assert all(known.name != field.name for known in self.by_key.values()), f"two settings are called {field.name}"
-        wanted, optional = _without_none(hints[field.name])
-        setting = Setting(section, field.name, wanted, optional, default, texts.get(field.name, ""), field.metadata)
+        wanted, optional = _without_none(_hints(owner)[field.name])
+        text = field_docstrings(owner).get(field.name, "")
+        setting = Setting(section, field.name, wanted, optional, default, text, field.metadata)
         self.by_key[setting.key] = setting
 
     def in_section(self, section: str | None) -> list[Setting]:
@@ -240,6 +234,7 @@ def _without_none(hint: Any) -> tuple[Any, bool]:
     return hint, False
 
 
+@functools.cache
 def field_docstrings(config_class: type) -> dict[str, str]:
     """The string below each field of a dataclass and of its bases, by field name; the subclass's words win."""
     texts: dict[str, str] = {}
