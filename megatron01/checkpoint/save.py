@@ -25,7 +25,7 @@ from megatron01.checkpoint.storage import StoredFile, file_of_rank, write_tensor
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
 from megatron01.parallel import LostReplica, ReplicaGroup, failing_together
-from megatron01.parallel.process_groups import Progress, call_in_thread, open_long_timeout_group, timeout_of
+from megatron01.parallel.process_groups import Progress, call_in_thread, open_gloo_group
 from megatron01.parallel.program import EXIT_INTERRUPTED
 from megatron01.utils.files import write_atomically, writing
 
@@ -219,8 +219,7 @@ class CheckpointWriter:
         self._saving_iteration = 0
         self._writing_group = group
         if self._folder is not None and group.world_size > 1:
-            assert group.control_group is not None
-            own = open_long_timeout_group(timeout_of(group.control_group))
+            own = open_gloo_group(group.timeout, long_timeout=True)
             self._writing_group = dataclasses.replace(
                 group, control_group=own, long_timeout_group=own, progress=Progress()
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import logging
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from megatron01.comm.transport import Topology, TorchTransport, Transport
 from megatron01.errors import UserError
-from megatron01.parallel.process_groups import open_groups
+from megatron01.parallel.process_groups import open_own_group
 
 if TYPE_CHECKING:
     from megatron01.config import DistributedConfig
@@ -59,30 +58,26 @@ def build_topology(
     return Topology.hierarchical(world, local, across, replica=settings.replica)
 
 
-def open_process_group(
-    group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks
-) -> dist.ProcessGroup | None:
+def open_process_group(group: ReplicaGroup, tensor_parallel: TensorParallelRanks) -> dist.ProcessGroup | None:
     """torch.distributed's data-parallel group of this tensor-parallel rank. Collective."""
     if tensor_parallel.size == 1:
         return group.process_group
-    return _new_group(group, settings, _data_parallel_ranks(group, tensor_parallel.size))
+    return open_own_group(group, _data_parallel_ranks(group, tensor_parallel.size))
 
 
-def open_local_group(
-    group: ReplicaGroup, settings: DistributedConfig, tensor_parallel: TensorParallelRanks
-) -> dist.ProcessGroup | None:
+def open_local_group(group: ReplicaGroup, tensor_parallel: TensorParallelRanks) -> dist.ProcessGroup | None:
     """The same, limited to this node, if several nodes hold the same number of its ranks, above 1; else None."""
     groups_by_node = _data_parallel_ranks_by_node(group, tensor_parallel.size)
     if _obstacle(groups_by_node[tensor_parallel.rank], group.hosts) is not None:
         return None
-    return _new_group(group, settings, [node for its_nodes in groups_by_node for node in its_nodes])
+    return open_own_group(group, [node for its_nodes in groups_by_node for node in its_nodes])
 
 
-def open_shard_group(group: ReplicaGroup, settings: DistributedConfig) -> dist.ProcessGroup | None:
+def open_shard_group(group: ReplicaGroup) -> dist.ProcessGroup | None:
     """torch.distributed's group of the ranks that own the same shard of their node's optimizer; None with one node."""
     if len(group.nodes) == 1:
         return None
-    return _new_group(group, settings, [list(ranks) for ranks in zip(*group.nodes, strict=True)])
+    return open_own_group(group, [list(ranks) for ranks in zip(*group.nodes, strict=True)])
 
 
 def _data_parallel_ranks_by_node(group: ReplicaGroup, tp_size: int) -> list[list[list[int]]]:
@@ -119,10 +114,4 @@ def _join(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[lis
         return MPITransport(communicator, checks=checks, cuda_aware=settings.cuda_aware)
     if len(ranks) == group.world_size:
         return TorchTransport(group.process_group, checks=checks)
-    return TorchTransport(_new_group(group, settings, rank_lists), checks=checks)
-
-
-def _new_group(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> dist.ProcessGroup:
-    """torch.distributed's group of the one of ``rank_lists`` that has this rank."""
-    groups = open_groups(rank_lists, datetime.timedelta(minutes=settings.distributed_timeout_minutes))
-    return next(opened for opened, ranks in zip(groups, rank_lists, strict=True) if group.rank in ranks)
+    return TorchTransport(open_own_group(group, rank_lists), checks=checks)

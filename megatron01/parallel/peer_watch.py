@@ -8,7 +8,6 @@ ends the process if the main thread does not.
 
 from __future__ import annotations
 
-import datetime
 import os
 import socket
 import sys
@@ -42,7 +41,7 @@ _GRACE = 2.0
 
 
 @contextmanager
-def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.timedelta) -> Iterator[None]:
+def watching_peers(group: ReplicaGroup, store: dist.Store) -> Iterator[None]:
     """Context manager that ends this process, with one error line per job and status 74, when another rank is lost.
 
     A rank that hangs prints a line of its own, which says where.
@@ -54,7 +53,7 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
 
     A LostReplica of the body is raised with the names of the lost ranks.
     """
-    rounds, roll_call = open_gloo_group(timeout), _RollCall(group, store)
+    rounds, roll_call = open_gloo_group(group.timeout), _RollCall(group, store)
     has_failed, is_ending = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -71,7 +70,7 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
                 reason = lost_replica(failure) or str(failure)
             else:
                 counts, seconds, leaving, failed = received.T.tolist()
-                is_long = max(seconds) > _LONG * timeout.total_seconds()
+                is_long = max(seconds) > _LONG * group.timeout.total_seconds()
                 roll_call.hung = behind(counts) if is_long else []
                 reason = f"{format_places([failed.index(True)], group.hosts)} failed" if any(failed) else ""
             if is_last or (not reason and any(leaving)):
@@ -81,7 +80,7 @@ def watching_peers(group: ReplicaGroup, store: dist.Store, timeout: datetime.tim
                     f"lost another replica, and collectives wait for it; its own output says why ({reason})"
                 )
             elif waits_without_end(dist.get_backend()):  # others fail by themselves
-                error = hung(group, timeout, counts, max(seconds))
+                error = hung(group, counts, max(seconds))
             if error is not None:
                 if group.rank in roll_call.hung:
                     report(own_hang())
@@ -110,17 +109,18 @@ def waits_without_end(backend: str) -> bool:
     return backend == "nccl"
 
 
-def hung(group: ReplicaGroup, timeout: datetime.timedelta, counts: list[float], seconds: float) -> LostReplica | None:
+def hung(group: ReplicaGroup, counts: list[float], seconds: float) -> LostReplica | None:
     """Error if a rank has waited longer than the time-out for ranks that answer but hang; the same on all ranks.
 
     Args:
         counts: of each rank's ``Progress``.
         seconds: the longest time since a rank's last progress.
     """
-    if seconds <= timeout.total_seconds():
+    allowed = group.timeout.total_seconds()
+    if seconds <= allowed:
         return None
     slowest = behind(counts)
-    minutes = f"{timeout.total_seconds() / 60:g} minutes"
+    minutes = f"{allowed / 60:g} minutes"
     if not slowest:
         return LostReplica(
             f"no replica has gone on for {minutes}, although all answer: see what NCCL says with"

@@ -85,11 +85,12 @@ class ReplicaGroup:
     local_rank: int  # among the replicas of this machine
     local_world_size: int
     device: torch.device
-    process_group: dist.ProcessGroup | None  # for gradients, of the chosen backend
-    control_group: dist.ProcessGroup | None  # gloo, with the configured time-out
-    long_timeout_group: dist.ProcessGroup | None  # gloo, LONG_TIMEOUT: for building indices, writing files
+    timeout: datetime.timedelta  # of collectives, as configured
     hosts: list[str]  # the machine of each rank
     nodes: list[list[int]]  # the ranks of each node, by local rank
+    process_group: dist.ProcessGroup | None = None  # for gradients, of the chosen backend
+    control_group: dist.ProcessGroup | None = None  # gloo, with ``timeout``
+    long_timeout_group: dist.ProcessGroup | None = None  # gloo, LONG_TIMEOUT: for building indices, writing files
     mpi_communicator: Any = None  # mpi4py's, for gradients in place of process_group where comm_backend is mpi
     progress: Progress = field(default_factory=Progress)
 
@@ -295,9 +296,15 @@ def call_in_thread(function: Callable[[], Result]) -> Future[Result]:
     return outcome
 
 
-def open_gloo_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Open a gloo group of all ranks, as ``open_in_time``; ``timeout`` applies to its collectives too."""
-    group: dist.ProcessGroup = open_in_time(lambda: dist.new_group(backend="gloo", timeout=timeout), timeout)
+LONG_TIMEOUT = datetime.timedelta(days=7)
+"""For building indices and writing files; gloo reports a peer's death at once, whatever the time-out."""
+
+
+def open_gloo_group(timeout: datetime.timedelta, *, long_timeout: bool = False) -> dist.ProcessGroup:
+    """Open a gloo group of all ranks, as ``open_in_time``; its collectives get ``timeout`` too, or ``LONG_TIMEOUT``."""
+    # from the start: a time-out that is set later does not reach the collectives of torch 2.6 and 2.8
+    longest = LONG_TIMEOUT if long_timeout else timeout
+    group: dist.ProcessGroup = open_in_time(lambda: dist.new_group(backend="gloo", timeout=longest), timeout)
     return group
 
 
@@ -309,30 +316,14 @@ def timeout_for(backend: str, timeout: datetime.timedelta) -> datetime.timedelta
     return timeout + _NCCL_MARGIN if backend == "nccl" else timeout
 
 
-def open_groups(rank_lists: Sequence[Sequence[int]], timeout: datetime.timedelta) -> list[dist.ProcessGroup]:
-    """Open a group of the default backend for each list of ranks, as ``open_in_time``. Collective, in the same order.
+def open_own_group(group: ReplicaGroup, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Open a group of the default backend for each of ``rank_lists``, a partition of all ranks; returns this rank's.
 
-    ``timeout`` applies to their collectives too, as groups do not inherit the default group's time-out.
+    As ``open_in_time``; collective. Groups do not inherit the default group's time-out, so they are given the job's.
     """
     backend = dist.get_backend()
-    longest = timeout_for(backend, timeout)
-    return open_in_time(
-        lambda: [dist.new_group(list(ranks), timeout=longest) for ranks in rank_lists], timeout, backend=backend
+    longest = timeout_for(backend, group.timeout)
+    opened: list[dist.ProcessGroup] = open_in_time(
+        lambda: [dist.new_group(list(ranks), timeout=longest) for ranks in rank_lists], group.timeout, backend=backend
     )
-
-
-LONG_TIMEOUT = datetime.timedelta(days=7)
-"""For building indices and writing files; gloo reports a peer's death at once, whatever the time-out."""
-
-
-def open_long_timeout_group(timeout: datetime.timedelta) -> dist.ProcessGroup:
-    """Open a gloo group of all ranks, as ``open_in_time`` with ``timeout``, whose collectives get ``LONG_TIMEOUT``."""
-    # from the start: a time-out that is set later does not reach the collectives of torch 2.6 and 2.8
-    group: dist.ProcessGroup = open_in_time(lambda: dist.new_group(backend="gloo", timeout=LONG_TIMEOUT), timeout)
-    return group
-
-
-def timeout_of(group: dist.ProcessGroup) -> datetime.timedelta:
-    """Time-out of a gloo group's collectives."""
-    timeout: datetime.timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return timeout
+    return next(own for own, ranks in zip(opened, rank_lists, strict=True) if group.rank in ranks)

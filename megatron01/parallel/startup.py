@@ -25,7 +25,6 @@ from megatron01.parallel.process_groups import (
     lost_replica,
     open_gloo_group,
     open_in_time,
-    open_long_timeout_group,
     timeout_for,
 )
 from megatron01.parallel.program import ending_with_launcher
@@ -68,7 +67,7 @@ def _joined(
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
     if environment.world_size == 1:
         device = _device(environment, config, _backend(config, all_have_gpus=torch.cuda.is_available()))
-        yield _replica_group(environment, device, communicator, None)
+        yield _replica_group(environment, device, communicator, timeout)
     elif dist.is_initialized():
         yield _replica_group(environment, _device(environment, config, dist.get_backend()), communicator, timeout)
     else:
@@ -83,7 +82,7 @@ def _joined(
                 raise LostReplica(
                     f"lost another replica while joining the job ({reason}); its own output says why"
                 ) from error
-            with peer_watch.watching_peers(group, store, timeout):
+            with peer_watch.watching_peers(group, store):
                 yield group
         except BaseException:
             # destroying an NCCL group would wait for a collective that never ends; exiting closes it too
@@ -209,19 +208,21 @@ def _not_connected(environment: LaunchEnvironment, backend: str, error: RuntimeE
 
 
 def _replica_group(
-    environment: LaunchEnvironment, device: torch.device, communicator: Any, timeout: datetime.timedelta | None
+    environment: LaunchEnvironment, device: torch.device, communicator: Any, timeout: datetime.timedelta
 ) -> ReplicaGroup:
+    has_peers = environment.world_size > 1
     group = ReplicaGroup(
         rank=environment.rank,
         world_size=environment.world_size,
         local_rank=environment.local_rank,
         local_world_size=environment.local_world_size,
         device=device,
-        process_group=None if timeout is None else dist.group.WORLD,
-        control_group=None if timeout is None else open_gloo_group(timeout),
-        long_timeout_group=None if timeout is None else open_long_timeout_group(timeout),
+        timeout=timeout,
         hosts=[],
         nodes=[],
+        process_group=dist.group.WORLD if has_peers else None,
+        control_group=open_gloo_group(timeout) if has_peers else None,
+        long_timeout_group=open_gloo_group(timeout, long_timeout=True) if has_peers else None,
         mpi_communicator=communicator,
     )
     own = Place(socket.gethostname(), environment.local_rank, environment.local_world_size)

@@ -13,7 +13,6 @@ Legend: b batch size, s sequence length, T tensor-parallel ranks. Tensors may ha
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
-from megatron01.parallel.process_groups import ReplicaGroup, open_groups
+from megatron01.parallel.process_groups import ReplicaGroup, open_own_group
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -191,8 +190,7 @@ def find_tensor_parallel_ranks(group: ReplicaGroup, settings: DistributedConfig)
     if size == group.world_size > 1:
         process_group = group.process_group
     elif size > 1:
-        timeout = datetime.timedelta(minutes=settings.distributed_timeout_minutes)
-        process_group = open_groups(replicas, timeout)[group.rank // size]
+        process_group = open_own_group(group, replicas)
     return TensorParallelRanks(
         size=size,
         rank=group.rank % size,

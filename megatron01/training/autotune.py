@@ -72,7 +72,7 @@ def choose(
         device, lambda: losses.append(forward()), lambda: losses.pop().backward()
     )
     model.zero_grad(set_to_none=True)
-    local_group = open_local_group(group, config.distributed, tp_ranks)
+    local_group = open_local_group(group, tp_ranks)
     across = time_link(data_parallel_group, device)
     inside = across if local_group is None else time_link(local_group, device)
     source = torch.zeros(_COPIED // 4, device=device)

@@ -171,7 +171,7 @@ class Trainer:
         compiles, notes = decide_compilation(config, group)
         self._start_notes += notes_on_device(config, group.device) + notes
         self._arithmetic = self._set_up_arithmetic(compiles)
-        data_parallel_group = open_process_group(group, config.distributed, tp_ranks)
+        data_parallel_group = open_process_group(group, tp_ranks)
         if config.optimizer.auto:
             if start is not None:
                 with failing_together(group, "reading what --auto chose"):
@@ -193,8 +193,7 @@ class Trainer:
             if find_optimizer(config.optimizer.optimizer).ddp
             else build_topology(group, config.distributed, tp_ranks)
         )
-        sharded = config.distributed.shard_optimizer
-        readers = open_shard_group(group, config.distributed) if sharded else data_parallel_group
+        readers = open_shard_group(group) if config.distributed.shard_optimizer else data_parallel_group
         with failing_together(group, "checking memory"):
             memory_check.require(config, self.model)
         with failing_together(group, "building the optimizer"):

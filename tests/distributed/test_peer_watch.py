@@ -104,13 +104,11 @@ def seen_by(rank: int, counts: list[float], seconds: float) -> Any:
         local_rank=rank,
         local_world_size=len(counts),
         device=torch.device("cpu"),
-        process_group=None,
-        control_group=None,
-        long_timeout_group=None,
+        timeout=datetime.timedelta(minutes=10),
         hosts=[f"node{number}" for number in range(len(counts))],
         nodes=[list(range(len(counts)))],
     )
-    return peer_watch.hung(group, datetime.timedelta(minutes=10), counts, seconds)
+    return peer_watch.hung(group, counts, seconds)
 
 
 def test_who_lives_and_does_not_go_on_is_named_by_one_rank() -> None:

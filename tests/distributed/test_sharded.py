@@ -352,7 +352,7 @@ def load(rank: int, size: int, folder: str, sharded: bool) -> dict[str, Tensor]:
         state, go_on = NamedState(optimizer, LAYOUT, BLOCK).averaged()
         for piece in (*state.average, *state.errors):
             piece.tensor.fill_(7.0)  # overwritten
-        readers = open_shard_group(group, run.config.distributed) if sharded else group.process_group
+        readers = open_shard_group(group) if sharded else group.process_group
         load_average(
             *open_checkpoint(folder, 1, metadata(run, size), group),
             state=state,

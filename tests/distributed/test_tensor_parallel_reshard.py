@@ -44,7 +44,7 @@ class Run:
         self.group, self.parts = group, find_tensor_parallel_ranks(group, config)
         self.part: ModelShard = build_model_shard(lambda: GPT2(MODEL, 17), self.parts)
         topology = build_topology(group, config, self.parts)
-        self.holders = open_process_group(group, config, self.parts)
+        self.holders = open_process_group(group, self.parts)
         named = list(self.part.model.named_parameters())
         common: dict[str, Any] = {"block_size": BLOCK, "process_group": topology, "partial": self.part.partial}
         self.optimizer: Any = (

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,7 @@ def check_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, 
         local_rank=0,
         local_world_size=processes,
         device=CPU,
-        process_group=None,
-        control_group=None,
-        long_timeout_group=None,
+        timeout=datetime.timedelta(minutes=10),
         hosts=["here"] * processes,
         nodes=[list(range(processes))],
     )
