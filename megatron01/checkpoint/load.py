@@ -199,11 +199,9 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup, *, first_sample: i
                 " the training samples changed; lower the learning rate, or undo what else was changed"
             )
         if group.is_first:
-            try:
+            with writing(folder):
                 manifest.write_tracker(folder, iteration)
                 for newer in manifest.iterations(folder):
                     if newer > iteration:
                         manifest.remove_checkpoint(folder, newer)
-            except OSError as error:
-                raise UserError(f"{folder} cannot be changed ({error.strerror}), to roll back in it") from error
     return iteration

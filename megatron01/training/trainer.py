@@ -72,10 +72,8 @@ def decide_compilation(config: PretrainConfig, group: ReplicaGroup) -> tuple[boo
 
     By default layers are compiled on GPUs: norms, GELU, dropout and sums are bound by memory there, and fused. Not with
     tensor parallelism, whose ranks must compute the same bits of replicated gradients, and not with ``deterministic``:
-    the compiler may choose kernels by measuring them.
-
-    Raises:
-        UserError: on every rank, if compilation is asked for and one lacks a compiler.
+    the compiler may choose kernels by measuring them. Raises UserError on every rank, if compilation is asked for and
+    one lacks a compiler.
     """
     wanted, device = config.model.torch_compile, group.device
     by_default = wanted is None and device.type == "cuda" and not config.training.deterministic
@@ -375,8 +373,7 @@ class Trainer:
     def check_replicas(self) -> None:
         """Check that the replicated state has the same bits on all replicas. Collective.
 
-        Raises:
-            ReplicasDiverged: on every rank, if it differs.
+        Raises ReplicasDiverged on every rank, if it differs.
         """
         require_equal_replicas(self.optimizer.fingerprint(), self.iteration, self.group, self.tp_ranks.size)
         if self.shard.partial is not None:
@@ -385,11 +382,7 @@ class Trainer:
             require_equal_replicas(fingerprint, self.iteration, self.group, what=what)
 
     def save(self, *, training_continues: bool = False) -> None:
-        """Write a checkpoint, if a folder for it is given and this iteration is not there yet. Collective.
-
-        Args:
-            training_continues: a failed save is then only a warning, and ``async_save`` applies.
-        """
+        """Write a checkpoint of the present state, as ``CheckpointWriter.save``. Collective."""
         with self.meter.paused():
             self.checkpoints.save(
                 self.iteration,
@@ -398,16 +391,7 @@ class Trainer:
             )
 
     def load(self, folder: Path, iteration: int) -> list[str]:
-        """Resume from a checkpoint: all state that a step depends on, to the bit on the same layout. Collective.
-
-        With another number or layout of replicas, training continues from the average of their states.
-
-        Returns:
-            Notes for the user.
-
-        Raises:
-            UserError: on every rank, if it is damaged or does not fit this run.
-        """
+        """Resume from a checkpoint, as ``SavedRun.load``; returns notes for the user. Collective."""
         self.group.progress.pause()
         saved, notes, self._changed_settings = self._saved.load(folder, iteration)
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
@@ -450,14 +434,9 @@ class Trainer:
     def _roll_back(self, problem: str, steps: int) -> Iterator[Batch]:
         """Resume from the last checkpoint before a ``problem`` (a loss spike, say) in the last ``steps``. Collective.
 
-        The samples since that checkpoint are deferred to the end of training.
-
-        Returns:
-            The batches to continue with.
-
-        Raises:
-            UserError: on every rank, if ``on_loss_spike`` is stop, after ``max_roll_backs`` times, or if there is no
-                such checkpoint.
+        Returns the batches to continue with; the samples since that checkpoint are deferred to the end of training.
+        Raises UserError on every rank, if ``on_loss_spike`` is stop, after ``max_roll_backs`` times, or if there is no
+        such checkpoint.
         """
         if self.config.health.on_loss_spike == "stop":
             raise UserError(f"{problem} (iteration {self.iteration}), and on_loss_spike is stop", scope="job")
