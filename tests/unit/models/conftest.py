@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron01.config import BertModelConfig, GPTModelConfig
+from megatron01.models import GPT2, Bert
 
 SHAPE = {
     "num_layers": 2,
@@ -65,5 +66,16 @@ def bert_batch() -> Callable[..., dict[str, torch.Tensor]]:
             "is_random": torch.randint(0, 2, (batch,), generator=generator),
             "truncated": torch.zeros(batch).long(),
         }
+
+    return build
+
+
+@pytest.fixture
+def model_and_batch(gpt_config, bert_config, gpt_batch, bert_batch) -> Callable[..., tuple[GPT2 | Bert, dict]]:
+    def build(kind: str, **changes):
+        """GPT-2, or a BERT with "post" or "pre" norms; and a batch."""
+        if kind == "gpt2":
+            return GPT2(gpt_config(**changes), VOCAB_SIZE), gpt_batch()
+        return Bert(bert_config(norm_placement=kind, **changes), VOCAB_SIZE, binary_head=True), bert_batch()
 
     return build

@@ -34,6 +34,7 @@ from tests.tiers import slow_after
 from tests.triton_setup import DEVICE
 
 GELUS = pytest.mark.parametrize(("gelu", "form"), [(fusible_gelu, "tanh"), (fusible_exact_gelu, "none")])
+KINDS = pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
 PLACEMENTS = pytest.mark.parametrize("placement", ["post", "pre"])
 
 
@@ -60,15 +61,9 @@ def test_the_gelu_of_compiled_layers_is_torchs(gelu, form):
     assert output.dtype == narrow.dtype == torch.autograd.grad(output.sum(), narrow)[0].dtype
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_gelus_for_compiled_layers_keep_their_gradients_when_compiled(
-    gpt_config, bert_config, gpt_batch, bert_batch, kind
-):
-    settings = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    if kind == "gpt2":
-        model, batch = GPT2(gpt_config(**settings), 53), gpt_batch()
-    else:
-        model, batch = Bert(bert_config(**settings), 53, binary_head=True), bert_batch()
+@pytest.mark.parametrize("kind", ["gpt2", "post"])
+def test_gelus_for_compiled_layers_keep_their_gradients_when_compiled(model_and_batch, kind):
+    model, batch = model_and_batch(kind)
     plain = gradients(model, total_loss(model, batch))
     for module in model.modules():
         if isinstance(module, MLP):
@@ -78,19 +73,13 @@ def test_gelus_for_compiled_layers_keep_their_gradients_when_compiled(
         torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
+@KINDS
 @pytest.mark.parametrize(("dropout", "is_hashed"), [(0.0, False), (0.3, False), (0.3, True)])
-def test_recomputed_activations_give_the_same_gradients(
-    gpt_config, bert_config, gpt_batch, bert_batch, kind, dropout, is_hashed
-):
+def test_recomputed_activations_give_the_same_gradients(model_and_batch, kind, dropout, is_hashed):
     results = []
     for recompute in ("none", "full", "selective"):
         changes = {"recompute_activations": recompute, "hidden_dropout": dropout, "attention_dropout": dropout}
-        if kind == "gpt2":
-            model, batch = GPT2(gpt_config(**changes), 53), gpt_batch()
-        else:
-            model = Bert(bert_config(norm_placement=kind, **changes), 53, binary_head=True)
-            batch = bert_batch()
+        model, batch = model_and_batch(kind, **changes)
         model.transformer.hashes_dropout = is_hashed
         torch.manual_seed(3)
         loss = total_loss(model, batch)
@@ -204,9 +193,8 @@ def test_gpt2_loss_mask(gpt_config, gpt_batch):
 
 
 @PLACEMENTS
-def test_bert_gathering_before_the_head_equals_the_dense_loss(bert_config, bert_batch, placement):
-    model = Bert(bert_config(norm_placement=placement), 53, binary_head=True)
-    batch = bert_batch()
+def test_bert_gathering_before_the_head_equals_the_dense_loss(model_and_batch, placement):
+    model, batch = model_and_batch(placement)
     losses = model.loss(batch)
     gathered = gradients(model, sum(losses.values()))
 
@@ -220,9 +208,8 @@ def test_bert_gathering_before_the_head_equals_the_dense_loss(bert_config, bert_
 
 
 @PLACEMENTS
-def test_bert_ignores_what_stands_in_the_padding(bert_config, bert_batch, placement):
-    model = Bert(bert_config(norm_placement=placement), 53, binary_head=True)
-    batch = bert_batch()
+def test_bert_ignores_what_stands_in_the_padding(model_and_batch, placement):
+    model, batch = model_and_batch(placement)
     padding = batch["padding_mask"] == 0
     assert padding.any()
     changed = batch | {"text": batch["text"].masked_fill(padding, 7), "types": batch["types"].masked_fill(padding, 1)}
@@ -253,9 +240,8 @@ def as_trained(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("collate", [dict, as_trained])
-def test_bert_with_a_sequence_of_nothing_but_padding(bert_config, bert_batch, collate):
-    model = Bert(bert_config(), 53, binary_head=True)
-    batch = bert_batch()
+def test_bert_with_a_sequence_of_nothing_but_padding(model_and_batch, collate):
+    model, batch = model_and_batch("post")
     batch["padding_mask"][2] = 0
     losses = model.loss(collate(batch))
     assert all(loss.isfinite() for loss in losses.values())
@@ -265,9 +251,8 @@ def test_bert_with_a_sequence_of_nothing_but_padding(bert_config, bert_batch, co
 @PLACEMENTS
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 @pytest.mark.parametrize("has_padding", [True, False])
-def test_bert_without_its_padding_is_the_same(bert_config, bert_batch, placement, recompute, has_padding):
-    model = Bert(bert_config(norm_placement=placement, recompute_activations=recompute), 53, binary_head=True)
-    batch = bert_batch()
+def test_bert_without_its_padding_is_the_same(model_and_batch, placement, recompute, has_padding):
+    model, batch = model_and_batch(placement, recompute_activations=recompute)
     if not has_padding:
         batch["padding_mask"] = torch.ones_like(batch["padding_mask"])
     collated = as_trained(batch)
@@ -297,23 +282,19 @@ class Synchronizations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_the_host_waits_for_nothing_in_a_pass(gpt_config, bert_config, gpt_batch, bert_batch, recompute):
-    gpt2 = GPT2(gpt_config(recompute_activations=recompute), 53)
-    bert = Bert(bert_config(recompute_activations=recompute), 53, binary_head=True)
-    for model, batch in ((gpt2, gpt_batch()), (bert, as_trained(bert_batch()))):
+def test_the_host_waits_for_nothing_in_a_pass(model_and_batch, recompute):
+    for kind, collate in (("gpt2", dict), ("post", as_trained)):
+        model, batch = model_and_batch(kind, recompute_activations=recompute)
+        batch = collate(batch)
         with Synchronizations() as waited, torch.autograd.set_multithreading_enabled(False):
             total_loss(model, batch).backward()
         assert waited.count == 0, model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
-def test_sixteen_bit_parameters(gpt_config, bert_config, gpt_batch, bert_batch, kind, dtype):
-    if kind == "gpt2":
-        model, batch = GPT2(gpt_config(attention_dropout=0.1), 53), gpt_batch()
-    else:
-        model = Bert(bert_config(norm_placement=kind, attention_dropout=0.1), 53, binary_head=True)
-        batch = bert_batch()
+@KINDS
+def test_sixteen_bit_parameters(model_and_batch, kind, dtype):
+    model, batch = model_and_batch(kind, attention_dropout=0.1)
     model.eval()
     expected = total_loss(model, batch).item()
     model.to(dtype)
@@ -325,14 +306,11 @@ def test_sixteen_bit_parameters(gpt_config, bert_config, gpt_batch, bert_batch, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
+@KINDS
 @pytest.mark.parametrize("rows_of_a_chunk", [5, 1000])
-def test_autocast(gpt_config, bert_config, gpt_batch, bert_batch, kind, dtype, rows_of_a_chunk):
+def test_autocast(model_and_batch, kind, dtype, rows_of_a_chunk):
     """In a loop of somebody's own, which keeps fp32 weights."""
-    if kind == "gpt2":
-        model, batch = GPT2(gpt_config(), 53), gpt_batch()
-    else:
-        model, batch = Bert(bert_config(norm_placement=kind), 53, binary_head=True), bert_batch()
+    model, batch = model_and_batch(kind)
     model.token_loss.chunk_bytes = rows_of_a_chunk * 64 * 4
     expected_loss = total_loss(model, batch)
     expected = gradients(model, expected_loss)
@@ -345,19 +323,16 @@ def test_autocast(gpt_config, bert_config, gpt_batch, bert_batch, kind, dtype, r
             assert (gradient - expected[name]).norm() < 0.05 * expected[name].norm(), name
 
 
-def test_the_loss_of_a_model_without_memory(gpt_config, gpt_batch):
-    model, batch = GPT2(gpt_config(), 53).to("meta"), gpt_batch()
-    total_loss(model, {name: tensor.to("meta") for name, tensor in batch.items()}).backward()
+def test_the_loss_of_a_model_without_memory(model_and_batch):
+    model, batch = model_and_batch("gpt2")
+    total_loss(model.to("meta"), {name: tensor.to("meta") for name, tensor in batch.items()}).backward()
     assert all(parameter.grad.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "post", "pre"])
-def test_every_parameter_gets_a_gradient(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+@KINDS
+def test_every_parameter_gets_a_gradient(model_and_batch, kind):
     """An unused parameter would have no gradient, which the optimizers' flat buffers do not expect."""
-    if kind == "gpt2":
-        model, batch = GPT2(gpt_config(), 53), gpt_batch()
-    else:
-        model, batch = Bert(bert_config(norm_placement=kind), 53, binary_head=True), bert_batch()
+    model, batch = model_and_batch(kind)
     found = gradients(model, total_loss(model, batch))
     word_embeddings = found.pop("embedding.word_embeddings.weight")
     assert word_embeddings[53:].eq(0).all() and word_embeddings[:53].ne(0).any(1).all()
@@ -595,10 +570,9 @@ def test_deterministic_gradients_of_attention_are_the_same_bits(gpt_config, mask
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "post"])
-def test_the_stack_of_layers_traces_without_a_graph_break(gpt_config, bert_config, gpt_batch, bert_batch, kind):
+def test_the_stack_of_layers_traces_without_a_graph_break(model_and_batch, kind):
     torch.compiler.reset()
-    batch = gpt_batch() if kind == "gpt2" else bert_batch()  # BERT's 13 positions are no multiple of 128
-    model = GPT2(gpt_config(), 53) if kind == "gpt2" else Bert(bert_config(), 53, binary_head=True)
+    model, batch = model_and_batch(kind)  # BERT's 13 positions are no multiple of 128
     expected = total_loss(model, batch)
     model.transformer.compile(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(total_loss(model, batch), expected)
