@@ -60,8 +60,6 @@ def build_topology(
 
 def open_process_group(group: ReplicaGroup, tensor_parallel: TensorParallelRanks) -> dist.ProcessGroup | None:
     """torch.distributed's data-parallel group of this tensor-parallel rank. Collective."""
-    if tensor_parallel.size == 1:
-        return group.process_group
     return open_own_group(group, _data_parallel_ranks(group, tensor_parallel.size))
 
 
@@ -106,12 +104,10 @@ def _obstacle(nodes: list[list[int]], hosts: list[str]) -> str | None:
 def _join(group: ReplicaGroup, settings: DistributedConfig, rank_lists: list[list[int]]) -> Transport:
     """A transport over the one of ``rank_lists`` (a partition of all ranks) that has this rank."""
     checks = settings.check_payloads
-    number, ranks = next((number, ranks) for number, ranks in enumerate(rank_lists) if group.rank in ranks)
     if group.mpi_communicator is not None:
         from megatron01.comm.mpi import MPITransport  # mpi4py is optional
 
+        number, ranks = next((number, ranks) for number, ranks in enumerate(rank_lists) if group.rank in ranks)
         communicator = group.mpi_communicator.Split(color=number, key=ranks.index(group.rank))
         return MPITransport(communicator, checks=checks, cuda_aware=settings.cuda_aware)
-    if len(ranks) == group.world_size:
-        return TorchTransport(group.process_group, checks=checks)
     return TorchTransport(open_own_group(group, rank_lists), checks=checks)

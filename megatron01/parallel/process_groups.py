@@ -316,11 +316,14 @@ def timeout_for(backend: str, timeout: datetime.timedelta) -> datetime.timedelta
     return timeout + _NCCL_MARGIN if backend == "nccl" else timeout
 
 
-def open_own_group(group: ReplicaGroup, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+def open_own_group(group: ReplicaGroup, rank_lists: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """Open a group of the default backend for each of ``rank_lists``, a partition of all ranks; returns this rank's.
 
-    As ``open_in_time``; collective. Groups do not inherit the default group's time-out, so they are given the job's.
+    As ``open_in_time``; collective. The default group, if one list has all ranks. Groups do not inherit the default
+    group's time-out, so they are given the job's.
     """
+    if len(rank_lists) == 1:
+        return group.process_group
     backend = dist.get_backend()
     longest = timeout_for(backend, group.timeout)
     opened: list[dist.ProcessGroup] = open_in_time(

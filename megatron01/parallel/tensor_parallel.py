@@ -186,16 +186,11 @@ def find_tensor_parallel_ranks(group: ReplicaGroup, settings: DistributedConfig)
                 " place a multiple of it on each node, with consecutive ranks",
                 scope="job",
             )
-    process_group = None
-    if size == group.world_size > 1:
-        process_group = group.process_group
-    elif size > 1:
-        process_group = open_own_group(group, replicas)
     return TensorParallelRanks(
         size=size,
         rank=group.rank % size,
         replica=group.rank // size,
         num_replicas=num_replicas,
         device=group.device,
-        process_group=process_group,
+        process_group=open_own_group(group, replicas) if size > 1 else None,
     )
