@@ -103,7 +103,7 @@ class Doctor:
                 except UserError as error:
                     problem = str(error)
                 self.phase = "measuring the network"
-                report = measure_network(group, settings, int(config.megabytes * 1e6), self._timeout)
+                report = measure_network(group, settings, int(config.megabytes * 1e6))
         except UserError as error:
             problem = str(error)
         except RuntimeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -49,9 +48,7 @@ class NetworkReport:
     clocks: list[tuple[int, float, float]]  # (first rank of each other node, offset to rank 0 in s, uncertainty in s)
 
 
-def measure_network(
-    group: ReplicaGroup, settings: DistributedConfig, max_bytes: int, timeout: datetime.timedelta
-) -> NetworkReport:
+def measure_network(group: ReplicaGroup, settings: DistributedConfig, max_bytes: int) -> NetworkReport:
     """Measure the network. Collective; takes some seconds at some Mbit/s. Raises RuntimeError if a rank is lost."""
     leaders = [node[0] for node in group.nodes]
     all_ranks = f"{group.world_size} processes"
@@ -64,7 +61,7 @@ def measure_network(
     ]
     links: list[tuple[int, int, float]] = []
     if len(leaders) > 1:
-        between = dist.new_group(leaders, timeout=timeout)
+        between = dist.new_group(leaders, timeout=group.timeout)
         if len(leaders) < group.world_size:
             among = f"{len(leaders)} processes, one of each node"
             rates.append(_measure(group, _all_reduce(group, between), reduce, among, max_bytes, members=leaders))
