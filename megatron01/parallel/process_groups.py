@@ -82,8 +82,6 @@ class ReplicaGroup:
 
     rank: int
     world_size: int
-    local_rank: int  # among the replicas of this machine
-    local_world_size: int
     device: torch.device
     timeout: datetime.timedelta  # of collectives, as configured
     hosts: list[str]  # the machine of each rank
@@ -128,13 +126,14 @@ class ReplicaGroup:
 
     @contextmanager
     def local_first(self) -> Iterator[None]:
-        """Run the body on local rank 0 of each machine first, then on the others, which find the files it wrote.
+        """Run the body on local rank 0 of each node first, then on the others, which find the files it wrote.
 
         It may take hours (LONG_TIMEOUT); a rank that dies is noticed at once. Raises UserError on the other replicas of
-        a machine, without running the body, if it failed on local rank 0.
+        a node, without running the body, if it failed on local rank 0.
         """
         what = "local rank 0 to prepare files"
-        if self.local_rank == 0:
+        leader = self.node[0]
+        if self.rank == leader:
             try:
                 yield
             except Exception as error:
@@ -143,7 +142,6 @@ class ReplicaGroup:
             self._gather(None, self.long_timeout_group, what)
             return
         problems = self._gather(None, self.long_timeout_group, what)
-        leader = self.node[0]
         if problems[leader] is not None:
             raise _StoppedByPeer(f"rank {leader} on this machine failed: {problems[leader]}", scope="job")
         yield

@@ -214,8 +214,6 @@ def _replica_group(
     group = ReplicaGroup(
         rank=environment.rank,
         world_size=environment.world_size,
-        local_rank=environment.local_rank,
-        local_world_size=environment.local_world_size,
         device=device,
         timeout=timeout,
         hosts=[],

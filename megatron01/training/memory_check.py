@@ -36,7 +36,7 @@ class MemoryCheck:
 
     def __init__(self, group: ReplicaGroup, tp_ranks: TensorParallelRanks, micro_batches: int) -> None:
         self._group, self._tp_ranks, self._micro_batches = group, tp_ranks, micro_batches
-        self._free = _free_bytes(group.device, group.local_world_size)
+        self._free = _free_bytes(group.device, len(group.node))
 
     def require_before_building(self, config: PretrainConfig, build: Callable[[], nn.Module]) -> None:
         """As ``require``, for the whole model, which ``build`` makes on the meta device.

@@ -101,8 +101,6 @@ def seen_by(rank: int, counts: list[float], seconds: float) -> Any:
     group = ReplicaGroup(
         rank=rank,
         world_size=len(counts),
-        local_rank=rank,
-        local_world_size=len(counts),
         device=torch.device("cpu"),
         timeout=datetime.timedelta(minutes=10),
         hosts=[f"node{number}" for number in range(len(counts))],

@@ -36,7 +36,7 @@ def _messages(group: ReplicaGroup) -> dict[str, Any]:
         "some": group.any(group.rank == 2),
         "none": group.any(False),
         "gathered": group.gather({"rank": group.rank, "text": "é" * group.rank}),
-        "place": (group.rank, group.world_size, group.local_rank, group.local_world_size, str(group.device)),
+        "place": (group.rank, group.world_size, group.node.index(group.rank), group.nodes, str(group.device)),
         "is_world": group.process_group is dist.group.WORLD,
     }
 
@@ -94,7 +94,7 @@ def test_an_error_of_one_replica_is_an_error_of_all() -> None:
 
 def _build_once(rank: int, world_size: int, folder: str) -> list[str]:
     def body(group: ReplicaGroup) -> list[str]:
-        node = Path(folder, str(group.rank // group.local_world_size))
+        node = Path(folder, str(group.nodes.index(group.node)))
         with group.local_first():
             found = node.exists()
             if not found:

@@ -30,8 +30,6 @@ def check_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, 
     group = ReplicaGroup(
         rank=0,
         world_size=processes,
-        local_rank=0,
-        local_world_size=processes,
         device=CPU,
         timeout=datetime.timedelta(minutes=10),
         hosts=["here"] * processes,
