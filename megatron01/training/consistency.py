@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from megatron01.config import PretrainConfig
 from megatron01.config.yaml_files import dump_yaml
-from megatron01.errors import UserError
+from megatron01.errors import FaultError, UserError
 from megatron01.parallel import ReplicaGroup
 from megatron01.utils.signals import StopRequest
 
@@ -16,7 +16,7 @@ SECONDS_BETWEEN_CHECKS = 2.0
 MOST_STEPS_BETWEEN_CHECKS = 64
 
 
-class ReplicasDiverged(RuntimeError):
+class ReplicasDiverged(FaultError):
     """Master weights or second moments differ between replicas, though they must be bit-identical."""
 
 
@@ -69,7 +69,8 @@ def require_equal_replicas(
         raise ReplicasDiverged(
             f"{kind} {rank} differs from {kind} {rank % num_shards}{f' in {what},' if what else ''} after iteration"
             f" {iteration} (fingerprints {other} and {first}); resume from the last checkpoint, and check the memory"
-            " and the network of its machine"
+            " and the network of its machine",
+            scope="job",
         )
 
 

@@ -30,7 +30,7 @@ from megatron01.parallel import (
 )
 from megatron01.parallel.process_groups import format_places
 from megatron01.parallel.rendezvous import require_shared
-from megatron01.training.consistency import ReplicasDiverged, settings_digest
+from megatron01.training.consistency import settings_digest
 from megatron01.training.data import build_in_order, saved_progress
 from megatron01.training.step import ForwardStep
 from megatron01.training.trainer import BuildDatasets, BuildModel, Trainer
@@ -175,8 +175,6 @@ def _faults_as_user_errors(group: ReplicaGroup, trainer: Trainer | None = None) 
         ranks = [rank for rank, is_here in enumerate(group.gather(error.is_here)) if is_here]
         places = f" ({format_places(ranks, group.hosts)})" if group.world_size > 1 else ""
         raise UserError(f"{error}{places}", scope="job") from error
-    except ReplicasDiverged as error:
-        raise FaultError(str(error), scope="job") from error
     except DamagedPayload as error:
         raise FaultError(str(error)) from error
     except OSError as error:
