@@ -191,9 +191,8 @@ class SavedState:
         piece.tensor.zero_()
         for rank in ranks:
             for key, share in self._error_shares[rank].items():
-                if key not in ERRORS[piece.key]:
-                    continue
-                self._add(piece, rank, f"{key}.{piece.name}", share * self._size / len(self.tensors))
+                if key in ERRORS[piece.key]:
+                    self._add(piece, rank, f"{key}.{piece.name}", share * self._size / len(self.tensors))
 
     def _saved_layout(self, rank: int) -> ShardLayout:
         return replace(self._layout, rank=rank % self._size, size=self._size)

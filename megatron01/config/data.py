@@ -27,12 +27,9 @@ def parse_sources(texts: Sequence[str], *, name: str) -> tuple[BlendEntry, ...]:
     if not any(texts):
         raise UserError(f"{name} is empty; expected the path of a .bin/.idx pair without extension")
     numbers = [_number(text) for text in texts]
-    weighted = len(texts) % 2 == 0 and all(number is not None for number in numbers[::2])
-    sources = (
-        [BlendEntry(prefix, weight) for weight, prefix in zip(numbers[::2], texts[1::2], strict=True)]
-        if weighted
-        else [BlendEntry(prefix, None) for prefix in texts]
-    )
+    weights, prefixes = numbers[::2], texts[1::2]
+    weighted = len(texts) % 2 == 0 and None not in weights
+    sources = [*map(BlendEntry, prefixes, weights)] if weighted else [BlendEntry(prefix, None) for prefix in texts]
     for source in sources:
         if not source.prefix:
             raise UserError(f"{name} lists an empty path; expected paths of .bin/.idx pairs without extension")

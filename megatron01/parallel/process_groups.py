@@ -139,12 +139,11 @@ class ReplicaGroup:
             except Exception as error:
                 self._gather(_described(error), self.long_timeout_group, what)
                 raise
-            self._gather(None, self.long_timeout_group, what)
-            return
         problems = self._gather(None, self.long_timeout_group, what)
-        if problems[leader] is not None:
-            raise _StoppedByPeer(f"rank {leader} on this machine failed: {problems[leader]}", scope="job")
-        yield
+        if self.rank != leader:
+            if problems[leader] is not None:
+                raise _StoppedByPeer(f"rank {leader} on this machine failed: {problems[leader]}", scope="job")
+            yield
 
     def _gather(self, message: Any, group: dist.ProcessGroup | None, what: str) -> list[Any]:
         payload = json.dumps(message).encode()

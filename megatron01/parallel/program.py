@@ -131,12 +131,7 @@ def report(error: UserError) -> None:
     if environment is None:  # also where ``error`` is that it cannot be read; every process prints it
         print(f"{painter(sys.stderr)('error:', 'red')} {message}", file=sys.stderr, flush=True)
         return
-    printers = {
-        "rank": True,
-        "node": environment.local_rank == 0,
-        "job": environment.rank == 0,
-        "elsewhere": False,
-    }
+    printers = {"rank": True, "node": environment.local_rank == 0, "job": environment.rank == 0, "elsewhere": False}
     if printers[error.scope]:
         print(f"[rank {environment.rank}] error: {message}", file=sys.stderr, flush=True)
     elif environment.ends_together:

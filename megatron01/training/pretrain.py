@@ -20,14 +20,7 @@ from megatron01.data import Splits, build_tokenizer
 from megatron01.data.datasets import SPLITS
 from megatron01.errors import FaultError, UserError, is_fault
 from megatron01.optim import TrainingDiverged
-from megatron01.parallel import (
-    LaunchEnvironment,
-    LostReplica,
-    ReplicaGroup,
-    failing_together,
-    initialize,
-    lost_replica,
-)
+from megatron01.parallel import LaunchEnvironment, LostReplica, ReplicaGroup, failing_together, initialize, lost_replica
 from megatron01.parallel.process_groups import format_places
 from megatron01.parallel.rendezvous import require_shared
 from megatron01.training.consistency import settings_digest
