@@ -1,4 +1,4 @@
-"""BERT and GPT-2. No module here communicates: data parallelism wraps a model from outside."""
+"""BERT and GPT-2. Data parallelism wraps a model from outside; ``tensor_parallel`` partitions one."""
 
 from megatron01.models.base import padded_vocab_size
 from megatron01.models.bert import Bert, BertOutput

@@ -199,8 +199,6 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
             # it still holds keys written before the restart, such as the addresses of the former processes
             return dist.PrefixStore(f"restart_{environment.restart}", store)
         return _tcp_store(environment, communicator, timeout)
-    except UserError:
-        raise
     except RuntimeError as error:  # time-outs and refused connections alike
         reason = one_line(error)
         if "EADDRINUSE" in reason:
