@@ -18,7 +18,7 @@ import shlex
 import sys
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -63,9 +63,9 @@ def run_all(arguments: argparse.Namespace) -> None:
             for name in arguments.variants:
                 for rate in arguments.rates or [BEST_RATES[task]]:
                     run = describe(task, *known[name], rate, seed, arguments)
-                    if records.find("run", run.description()) is None:
+                    if records.find("run", asdict(run)) is None:
                         result = result_of(run, arguments)
-                        records.add({"name": name, "run": run.description(), **result})
+                        records.add({"name": name, "run": asdict(run), **result})
                         loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
                         what = f"{task}  {name}  lr {rate:.3g}  seed {seed}"
                         print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)

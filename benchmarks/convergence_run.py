@@ -22,7 +22,6 @@ from torch import nn
 from workload import new_optimizer, recipe, sum_of_losses
 
 from megatron01.comm import Topology
-from megatron01.comm.transport import Replica, TorchTransport
 from megatron01.config import BertDataConfig, BertPretrainConfig, DataConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.data import (
     BatchLoader,
@@ -82,8 +81,6 @@ class Run:
         overrides: settings of the optimizer that differ from the recipe's, by name.
         learning_rate: the peak.
         seed: of the initial weights and the order of the text; the held-out text is the same for all seeds.
-        nodes: number of nodes of a hierarchical exchange; None for a flat one.
-        replica: what is one replica where there are nodes (``--replica``).
     """
 
     task: str
@@ -94,12 +91,6 @@ class Run:
     steps: int = 400
     replicas: int = 4
     size: str = "small"
-    nodes: int | None = None
-    replica: Replica | None = None
-
-    def description(self) -> dict[str, Any]:
-        """The settings by name, as the file of records holds them."""
-        return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 def build_config(run: Run, data: Path) -> PretrainConfig:
@@ -162,18 +153,14 @@ def train(run: Run, data: str) -> dict[str, Any]:
     Returns the held-out loss at the end and during training (None where it is not finite, or where training stopped
     because of gradients that were not), and the bytes sent.
     """
-    nodes = run.nodes
-    return train_replica(
-        Topology.flat() if nodes is None else node_topology(nodes, run.replica or "process"), run, data
-    )
+    return train_replica(Topology.flat(), run, data)
 
 
 def train_simulated(run: Run, data: str) -> dict[str, Any]:
     """``train`` on simulated replicas (``simulated_replicas``). Adam is one replica with all micro-batches."""
-    nodes, replica = run.nodes, run.replica or "process"
     if run.optimizer == "adam":
         return train_replica(Topology.flat(), run, data)
-    return run_simulated(train_replica, run.replicas, run, data, nodes=nodes, replica=replica)[0]
+    return run_simulated(train_replica, run.replicas, run, data)[0]
 
 
 def train_replica(topology: Topology, run: Run, data: str) -> dict[str, Any]:
@@ -223,16 +210,6 @@ def train_replica(topology: Topology, run: Run, data: str) -> dict[str, Any]:
         "rounds": rounds,
         "seconds": time.perf_counter() - start,
     }
-
-
-@functools.cache
-def node_topology(nodes: int, replica: Replica) -> Topology:
-    """Topology of the default process group with consecutive ranks on each node. Collective: every rank calls it."""
-    size = dist.get_world_size() // nodes
-    local, _ = dist.new_subgroups(size)
-    across, _ = dist.new_subgroups_by_enumeration([list(range(rank, nodes * size, size)) for rank in range(size)])
-    transports = (TorchTransport(group, checks=True) for group in (dist.group.WORLD, local, across))
-    return Topology.hierarchical(*transports, replica=replica)
 
 
 @torch.no_grad()

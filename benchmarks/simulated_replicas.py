@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron01.comm import Topology
-from megatron01.comm.transport import Done, Replica, Transport, Work
+from megatron01.comm.transport import Done, Transport, Work
 
 T = TypeVar("T")
 
@@ -24,37 +24,21 @@ class ReplicaStopped(RuntimeError):
     """Another replica has raised."""
 
 
-def run_simulated(
-    work: Callable[..., T], num_replicas: int, *args: Any, nodes: int | None = None, replica: Replica = "process"
-) -> list[T]:
+def run_simulated(work: Callable[..., T], num_replicas: int, *args: Any) -> list[T]:
     """Results of ``work(topology, *args)`` on each of ``num_replicas`` ranks, by rank.
 
-    ``nodes`` groups them into nodes of equal size, for hierarchical exchanges. Ranks share torch's global random number
-    generator, so the results of ``work`` must not depend on it. Raises the exception of the first rank that failed.
+    Ranks share torch's global random number generator, so the results of ``work`` must not depend on it. Raises the
+    exception of the first rank that failed.
     """
     turns = _Turns(num_replicas)
-    world = _Group(turns, list(range(num_replicas)))
-    locals_: list[_Group] = []
-    acrosses: list[_Group] = []
-    if nodes is not None:
-        size = num_replicas // nodes
-        assert size * nodes == num_replicas
-        locals_ = [_Group(turns, list(range(node * size, (node + 1) * size))) for node in range(nodes)]
-        acrosses = [_Group(turns, list(range(rank, num_replicas, size))) for rank in range(size)]
-
-    def topology(rank: int) -> Topology:
-        if nodes is None:
-            return Topology.flat(SimulatedTransport(world, rank))
-        groups = (world, locals_[rank // size], acrosses[rank % size])
-        return Topology.hierarchical(*(SimulatedTransport(group, rank) for group in groups), replica=replica)
-
+    group = _Group(turns, num_replicas)
     results: dict[int, T] = {}
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)  # as in a process of a ``ReplicaPool``; applies to this thread
         torch.set_flush_denormal(True)
         with turns.taken(rank):
-            results[rank] = work(topology(rank), *args)
+            results[rank] = work(Topology.flat(SimulatedTransport(group, rank)), *args)
 
     num_threads = torch.get_num_threads()
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_replicas)]
@@ -106,12 +90,12 @@ class _Turns:
 
 
 class _Group:
-    """Ranks (global ones) that enter the same collectives in the same order."""
+    """The ranks, which all enter the same collectives in the same order."""
 
-    def __init__(self, turns: _Turns, ranks: list[int]) -> None:
-        self.turns, self.ranks = turns, ranks
+    def __init__(self, turns: _Turns, size: int) -> None:
+        self.turns, self.size = turns, size
         self._entered: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._counts = [0] * len(ranks)
+        self._counts = [0] * size
 
     def enter(
         self, rank: int, received: torch.Tensor, sent: torch.Tensor, move: Callable[[list[Any]], None]
@@ -124,8 +108,8 @@ class _Group:
         self._counts[rank] += 1
         buffers = self._entered.setdefault(number, {})
         buffers[rank] = (received, sent)
-        if len(buffers) == len(self.ranks):
-            move([buffers[other] for other in range(len(self.ranks))])
+        if len(buffers) == self.size:
+            move([buffers[other] for other in range(self.size)])
             del self._entered[number]
         return lambda: number not in self._entered
 
@@ -134,8 +118,8 @@ class SimulatedTransport(Transport):
     """``Transport`` between threads of one process, which copies the data when the last rank enters."""
 
     def __init__(self, group: _Group, rank: int) -> None:
-        super().__init__(group.ranks.index(rank), len(group.ranks))
-        self._group, self._world_rank = group, rank
+        super().__init__(rank, group.size)
+        self._group = group
 
     def _start(self, received: torch.Tensor, sent: torch.Tensor) -> Work:
         def move(buffers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -156,7 +140,7 @@ class SimulatedTransport(Transport):
 
     def _enter(self, received: torch.Tensor, sent: torch.Tensor, move: Callable[[list[Any]], None]) -> Work:
         is_done = self._group.enter(self.rank, received, sent, move)
-        return Done() if is_done() else _Waiting(self._group.turns, self._world_rank, is_done)
+        return Done() if is_done() else _Waiting(self._group.turns, self.rank, is_done)
 
 
 class LoopTransport(Transport):

@@ -18,8 +18,6 @@ from tests.programs import ROOT, run_python
 RUNS: dict[str, dict[str, Any]] = {
     "0/1 Adam": {"optimizer": "zero_one_adam", "overrides": {"variance_kappa": 4, "block_size": 64}},
     "1-bit Adam": {"optimizer": "one_bit_adam", "overrides": {"freeze_step": 6}, "task": "bert"},
-    "nodes": {"optimizer": "zero_one_adam", "overrides": {"sync_policy": "every"}, "nodes": 2},
-    "nodes as replicas": {"optimizer": "zero_one_adam", "overrides": {}, "nodes": 2, "replica": "node"},
     "Adam": {"optimizer": "adam", "overrides": {}},
     "Adam of BERT": {"optimizer": "adam", "overrides": {}, "task": "bert"},
 }
