@@ -15,7 +15,6 @@ import argparse
 import itertools
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from reporting import run_program
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import matthews_corrcoef
@@ -56,10 +56,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            arguments.data, _ = with_dev_sets(arguments.data, [TASK.name], Path(folder), arguments.rows)
-        except UserError as error:
-            sys.exit(f"error: {error}")
+        arguments.data, _ = with_dev_sets(arguments.data, [TASK.name], Path(folder), arguments.rows)
         if arguments.comparison == "baselines":
             compare_with_baselines(arguments)
         else:
@@ -233,4 +230,4 @@ def distance(one: Any, other: Any) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

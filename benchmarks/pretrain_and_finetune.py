@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from convergence_run import attend_to_neighbours
 from finetuning import score_of_counts, with_dev_sets
-from reporting import ROOT, machine, revision, torchrun
+from reporting import ROOT, machine, revision, run_program, torchrun
 from study import table
 from study_records import KINDS, Evidence, Record, Run, Spec
 
@@ -322,12 +322,9 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.folder.exists() and not arguments.folder.is_dir():
         parser.error(f"--folder {arguments.folder} is not a folder")
-    try:
-        workshop = Workshop(Spec.read(arguments.spec), arguments.folder, arguments.minutes)
-        is_complete = arguments.table or workshop.make()
-        text = table(workshop.evidence)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    workshop = Workshop(Spec.read(arguments.spec), arguments.folder, arguments.minutes)
+    is_complete = arguments.table or workshop.make()
+    text = table(workshop.evidence)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     workshop.evidence.write(arguments.folder / "records.jsonl")
     (arguments.folder / "table.md").write_text(text, encoding="utf-8")
@@ -335,4 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

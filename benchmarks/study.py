@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean, mean, median, stdev
@@ -22,7 +21,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import yaml
-from reporting import ROOT
+from reporting import ROOT, run_program
 from scipy import stats
 from study_records import KINDS, Evidence, Record
 
@@ -33,7 +32,6 @@ from megatron01.compare.page import Part
 from megatron01.compare.runs import run_of_lines
 from megatron01.config.commands import CompareConfig
 from megatron01.config.registry import find_optimizer
-from megatron01.errors import UserError
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import format_bytes, format_count, format_duration, markdown
 
@@ -354,15 +352,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="write run folders here, and nothing else")
     arguments = parser.parse_args()
     write, folder = (write_study, arguments.docs) if arguments.runs is None else (write_runs, arguments.runs)
-    try:
-        evidence = Evidence.read(arguments.records)
-        with writing(folder):
-            made = write(evidence, folder)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    evidence = Evidence.read(arguments.records)
+    with writing(folder):
+        made = write(evidence, folder)
     for path in made:
         print(f"written: {path}")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

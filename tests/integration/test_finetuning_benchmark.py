@@ -76,4 +76,4 @@ def test_data_without_the_task_are_refused_in_a_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["finetuning.py", "baselines", "--load", "model", "--data", str(tmp_path)])
     with pytest.raises(SystemExit, match=r"^error: .* holds none of the tasks SST-2; expected a folder for each$"):
-        benchmark.main()
+        benchmark.run_program(benchmark.main)
