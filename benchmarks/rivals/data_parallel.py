@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from workload import new_optimizer, sum_of_losses
@@ -21,12 +20,12 @@ POWER_SGD_RANK = 4
 
 
 class BucketHook:
-    """A communication hook that counts the bytes a replica sends, by formula."""
+    """A communication hook of torch, and the bytes that a replica sends by formula."""
 
     kind = "full"
     bucket_mb = BUCKET_MB
 
-    def __init__(self, hook: Callable[..., Any], state: Any, element_bytes: int) -> None:
+    def __init__(self, hook: Callable[..., Any], element_bytes: int, state: Any = None) -> None:
         self._hook = hook
         self._state = state
         self._element_bytes = element_bytes
@@ -42,20 +41,6 @@ class BucketHook:
         return self._hook(self._state, bucket)
 
 
-class FP32Hook(BucketHook):
-    """Gradients in fp32, without compression."""
-
-    def __init__(self) -> None:
-        super().__init__(allreduce_hook, None, 4)
-
-
-class BF16Hook(BucketHook):
-    """Gradients rounded to bf16."""
-
-    def __init__(self) -> None:
-        super().__init__(bf16_compress_hook, None, 2)
-
-
 class PowerSGDHook(BucketHook):
     """Low-rank gradients with error feedback (Vogels et al., NeurIPS 2019) after ``start`` steps in fp32."""
 
@@ -66,7 +51,7 @@ class PowerSGDHook(BucketHook):
 
     def __init__(self, start: int) -> None:
         state = PowerSGDState(None, matrix_approximation_rank=POWER_SGD_RANK, start_powerSGD_iter=start)
-        super().__init__(powerSGD_hook, state, 4)
+        super().__init__(powerSGD_hook, 4, state)
 
     def elements(self, bucket: dist.GradBucket) -> int:
         """Matrices are sent as two factors if these have less than half of the elements; all else uncompressed."""

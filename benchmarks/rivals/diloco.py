@@ -7,7 +7,7 @@ top-k sparsified, quantized outer gradients.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -33,20 +33,13 @@ class OuterStep:
     Args:
         weights: of this replica's model, fp32; the same on all replicas now.
         rate, momentum: of the outer step; 1 and 0 make it an average of the replicas' weights.
-        wire_dtype: type in which outer gradients are sent.
     """
 
     def __init__(
-        self,
-        weights: Iterable[torch.Tensor],
-        *,
-        rate: float = OUTER_RATE,
-        momentum: float = OUTER_MOMENTUM,
-        wire_dtype: torch.dtype = torch.bfloat16,
+        self, weights: Iterable[torch.Tensor], *, rate: float = OUTER_RATE, momentum: float = OUTER_MOMENTUM
     ) -> None:
         self._weights = [weight.detach() for weight in weights]
         self.common = [weight.clone() for weight in self._weights]
-        self._wire_dtype = wire_dtype
         self._sgd = torch.optim.SGD(self.common, lr=rate, momentum=momentum, nesterov=momentum > 0.0)
 
     @torch.no_grad()
@@ -61,8 +54,11 @@ class OuterStep:
         return sent
 
     def _mean_way(self, way: torch.Tensor) -> tuple[torch.Tensor, float]:
-        """Mean outer gradient of all replicas, and the bytes this replica sent for it; ``way``: its own, flat, fp32."""
-        flat = way.to(self._wire_dtype)
+        """Mean outer gradient of all replicas, and the bytes this replica sent for it; ``way``: its own, flat, fp32.
+
+        It is sent in bf16.
+        """
+        flat = way.bfloat16()
         dist.all_reduce(flat)
         return flat.float() / dist.get_world_size(), ring_bytes(dist.get_world_size(), flat.nbytes)
 
@@ -81,15 +77,11 @@ class SparseOuterStep(OuterStep):
     The rest stays in each replica's error feedback. An entry is sent as its index (12 bits), its sign, and one bit that
     selects one of two magnitudes, at a quarter and three quarters of the range between the smallest and the largest
     sent; these two bounds are sent in fp32, once per chunk. Chunks run through all weights in order; the last is
-    padded.
-
-    Args:
-        weights: of this replica's model, fp32; the same on all replicas now.
-        rate: of the outer step; 1 as published.
+    padded. As published, the outer step has rate 1 and no momentum.
     """
 
-    def __init__(self, weights: Iterable[torch.Tensor], *, rate: float = 1.0) -> None:
-        super().__init__(weights, rate=rate, momentum=0.0)
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__(weights, rate=1.0, momentum=0.0)
         elements = sum(weight.numel() for weight in self._weights)
         self._error = torch.zeros(-(-elements // CHUNK), CHUNK)
 
@@ -120,10 +112,8 @@ class DiLoCo:
             return Exchanged("outer", self._outer.take())
         return Exchanged("local", 0.0)
 
-    @contextmanager
-    def replicated_weights(self) -> Iterator[None]:
-        with self._outer.common_weights():
-            yield
+    def replicated_weights(self) -> AbstractContextManager[None]:
+        return self._outer.common_weights()
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:

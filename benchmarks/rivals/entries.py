@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from workload import new_optimizer, train_step
 
 from megatron01.config.registry import optimizers
 from rivals.contestant import Contestant, Exchanged, Setup
-from rivals.data_parallel import BF16Hook, DataParallel, FP32Hook, PowerSGDHook
+from rivals.data_parallel import BucketHook, DataParallel, PowerSGDHook
 from rivals.diloco import DiLoCo, OuterStep, SparseOuterStep
 
 BASELINE = "ddp_bf16"
@@ -118,8 +119,8 @@ def _published(steps: int) -> dict[str, Any]:
 
 
 ENTRIES = {
-    BASELINE: Entry("DDP, bf16 gradients", lambda setup: DataParallel(setup, BF16Hook())),
-    "ddp_fp32": Entry("DDP, fp32 gradients", lambda setup: DataParallel(setup, FP32Hook())),
+    BASELINE: Entry("DDP, bf16 gradients", lambda setup: DataParallel(setup, BucketHook(bf16_compress_hook, 2))),
+    "ddp_fp32": Entry("DDP, fp32 gradients", lambda setup: DataParallel(setup, BucketHook(allreduce_hook, 4))),
     "power_sgd": Entry(
         "DDP, PowerSGD of rank 4",
         lambda setup: DataParallel(setup, PowerSGDHook(max(2, setup.steps // 10))),
@@ -127,7 +128,7 @@ ENTRIES = {
     ),
     "accumulation": Entry(
         f"DDP, bf16, {ACCUMULATED} steps accumulated",
-        lambda setup: DataParallel(setup, BF16Hook(), ACCUMULATED),
+        lambda setup: DataParallel(setup, BucketHook(bf16_compress_hook, 2), ACCUMULATED),
         tuned_here=True,
     ),
     "one_bit_adam": _one_bit_adam("1-bit Adam"),
