@@ -19,6 +19,7 @@ import sys
 import warnings
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -58,17 +59,15 @@ def run_all(arguments: argparse.Namespace) -> None:
     known = variants(arguments.steps)
     command = shlex.join(["python", "benchmarks/convergence.py", *sys.argv[1:]])
     records = Records(arguments.output, {"revision": revision(), "machine": machine(), "command": command})
-    for seed in arguments.seeds:
-        for task in arguments.task:
-            for name in arguments.variants:
-                for rate in arguments.rates or [BEST_RATES[task]]:
-                    run = describe(task, *known[name], rate, seed, arguments)
-                    if records.find("run", asdict(run)) is None:
-                        result = result_of(run, arguments)
-                        records.add({"name": name, "run": asdict(run), **result})
-                        loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
-                        what = f"{task}  {name}  lr {rate:.3g}  seed {seed}"
-                        print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)
+    for seed, task, name in product(arguments.seeds, arguments.task, arguments.variants):
+        for rate in arguments.rates or [BEST_RATES[task]]:
+            run = describe(task, *known[name], rate, seed, arguments)
+            if records.find("run", asdict(run)) is None:
+                result = result_of(run, arguments)
+                records.add({"name": name, "run": asdict(run), **result})
+                loss = math.nan if result["held_out_loss"] is None else result["held_out_loss"]
+                what = f"{task}  {name}  lr {rate:.3g}  seed {seed}"
+                print(f"{what}  loss {loss:.4f}  {result['seconds']:.0f} s", flush=True)
 
 
 def describe(
@@ -145,10 +144,7 @@ def gaps(records: list[dict[str, Any]]) -> str:
                     ]
                 )
         trained = f"{parameters:.0f} k parameters, {replicas} replicas, {steps} steps, {tokens:.0f} k tokens"
-        parts += [
-            f"## {task}, {size}: {trained}\n",
-            markdown([header, *rows]),
-        ]
+        parts += [f"## {task}, {size}: {trained}\n", markdown([header, *rows])]
     made = [sorted({str(record.get(key)) for record in records}) for key in ("revision", "machine", "date")]
     return "\n".join([*parts, f"Runs: {len(records)}. " + "; ".join(", ".join(names) for names in made) + ".\n"])
 

@@ -80,11 +80,7 @@ class Predictions:
         )
         self.settings = build_config(described, data).optimizer
         self.rates = [rate for rate in setting.rates if setting.kinds(ALONE, rate) is not None]
-        lines = setting.whole + setting.timed
-        self.link = {
-            rate: median(line["link_bits"] for line in lines if line["run"]["rate"] == rate) / 8 * SEGMENT / FRAME
-            for rate in self.rates
-        }
+        self.link = {rate: setting.measured_bits(rate) / 8 * SEGMENT / FRAME for rate in self.rates}
         self.fitted_to = [rate for rate in self.rates if self._fills(rate)][-FITTED_RATES:]
         self.points = [
             Point(name, rate, kind, seconds)

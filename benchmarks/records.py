@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -26,19 +27,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     rest = text[len(complete) :]
     if not all(isinstance(record, dict) for record in records) or (rest and not rest.startswith(b"{")):
         raise SystemExit(f"{path} holds no results, a JSON object a line; give another file")
-    if rest and _is_json(rest):
-        raise SystemExit(f"{path} does not end in a new line; expected one after each result")
     if rest:
+        with contextlib.suppress(ValueError):
+            json.loads(rest)
+            raise SystemExit(f"{path} does not end in a new line; expected one after each result")
         path.write_bytes(complete)
     return records
-
-
-def _is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except ValueError:
-        return False
-    return True
 
 
 class Records:

@@ -186,7 +186,8 @@ class Setting:
         share = self._profiles.get(rate)
         return rate if share is None else f"{rate}, where {BASELINE} was to exchange for {share:.0%} of a step"
 
-    def _measured_bits(self, rate: str) -> float:
+    def measured_bits(self, rate: str) -> float:
+        """The measured rate of the links at a cap, in bits of frames per second: the median over runs."""
         return float(median(line["link_bits"] for line in self.whole + self.timed if line["run"]["rate"] == rate))
 
     def _links(self) -> str:
@@ -267,8 +268,8 @@ class Setting:
         if not gains:
             curves = [line["curve"] for line in self.learned if line["run"]["contestant"] == name]
             return "never there" if None in [seconds_to(curve, loss) for curve in curves] else "not timed"
-        rates = sorted(gains, key=self._measured_bits)
-        where = crossover([self._measured_bits(rate) for rate in rates], [gains[rate] for rate in rates])
+        rates = sorted(gains, key=self.measured_bits)
+        where = crossover([self.measured_bits(rate) for rate in rates], [gains[rate] for rate in rates])
         if where is None:
             return "any rate" if rates[-1] == self.rates[-1] else f"{rates[-1]} at least"
         return f"{where / 1e6:.3g} Mbit/s" if where else "no rate"

@@ -133,21 +133,22 @@ def _adamw_variants(model: nn.Module) -> dict[str, Callable[[], Any]]:
     adamw = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     parameters: list[torch.Tensor] = list(masters.values())
 
+    def set_gradients() -> None:
+        for weight, master in masters.items():
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+
     def clip() -> None:
         torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM, foreach=True)
         adamw.step()
 
     def cast() -> None:
-        for weight, master in masters.items():
-            assert weight.grad is not None
-            master.grad = weight.grad.float()
+        set_gradients()
         clip()
         with torch.no_grad():
             torch._foreach_copy_(weights, parameters)
 
     if weights[0].dtype == torch.float32:
         return {"alone": adamw.step, "clip": clip}
-    for weight, master in masters.items():
-        assert weight.grad is not None
-        master.grad = weight.grad.float()
+    set_gradients()
     return {"alone": adamw.step, "clip": clip, "cast": cast}

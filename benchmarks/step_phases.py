@@ -28,7 +28,7 @@ def measure(workload: Workload, replicas: int) -> tuple[dict[str, Any], str]:
     leaves out forward, backward and communication. For ``adam``, ``forward_backward`` is measured without an exchange,
     ``communication`` is the time that the overlapped exchange adds to it, and ``update`` includes the gradient norm.
     """
-    records = [record for rank in run_replicas(_measure_replica, replicas, workload) for record in rank["steps"]]
+    records = [record for steps in run_replicas(_measure_replica, replicas, workload) for record in steps]
     parameters = sum(p.numel() for p in workload.build_model().parameters())
     by_kind = {kind: [r for r in records if r["kind"] == kind] for kind in TITLES}
     result: dict[str, Any] = {
@@ -77,7 +77,7 @@ def _table(workload: Workload, result: dict[str, Any]) -> str:
     )
 
 
-def _measure_replica(workload: Workload) -> dict[str, Any]:
+def _measure_replica(workload: Workload) -> list[dict[str, Any]]:
     stopwatch = Stopwatch()
     ours, our_module = _build(workload, "zero_one_adam")
     adam, adam_module = _build(workload, "adam")
@@ -102,7 +102,7 @@ def _measure_replica(workload: Workload) -> dict[str, Any]:
             record["optimizer_ratio"] = optimizer_seconds / adam_record["seconds"]["update"]
         if is_measured:
             records += [adam_record, our_record]
-    return {"steps": records}
+    return records
 
 
 def _build(workload: Workload, name: str) -> tuple[PretrainOptimizer, nn.Module]:
