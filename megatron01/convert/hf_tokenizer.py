@@ -11,13 +11,20 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
-from megatron01.data.tokenizers import END_OF_DOCUMENT, FastTokenizer, SentencePieceTokenizer, Tokenizer, TokenizerFiles
+from megatron01.data.tokenizers import (
+    COMPANIONS,
+    CONFIG_FILE,
+    DEFINITION_FILE,
+    END_OF_DOCUMENT,
+    FastTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+    TokenizerFiles,
+    library_entries,
+)
 from megatron01.errors import UserError
-from megatron01.utils.files import read_json_object, shipped
+from megatron01.utils.files import shipped
 
-CONFIG_FILE = "tokenizer_config.json"
-DEFINITION_FILE = "tokenizer.json"
-_COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
 SENTENCEPIECE_FILE = "tokenizer.model"  # as it is exported
 _OWN_CLASSES = ("BertTokenizer", "GPT2Tokenizer")  # transformers' names of the tokenizers that megatron01 has, too
 _SENTENCEPIECE_FILES = (SENTENCEPIECE_FILE, "spiece.model", "sentencepiece.bpe.model")
@@ -76,10 +83,10 @@ def find_tokenizer(folder: Path, *, model_type: str, num_ids: int) -> TokenizerF
     does what ``tokenizer_config.json`` says.
     """
     names = {path.name for path in folder.iterdir()}
-    settings, definition = _entries(folder / CONFIG_FILE), _entries(folder / DEFINITION_FILE)
+    settings, definition = library_entries(folder / CONFIG_FILE), library_entries(folder / DEFINITION_FILE)
     rules = _rules(settings, definition)
     lower_case = rules["do_lower_case"]
-    kind = settings.get("tokenizer_class") or _entries(folder / "config.json").get("tokenizer_class")
+    kind = settings.get("tokenizer_class") or library_entries(folder / "config.json").get("tokenizer_class")
     is_own = kind is None or str(kind).removesuffix("Fast") in _OWN_CLASSES  # others divide text into words otherwise
     own = None
     if is_own and model_type == "gpt2" and {"vocab.json", "merges.txt"} <= names:
@@ -147,7 +154,7 @@ def add_bert_template(backend: Backend, tokenizer: Tokenizer) -> None:
 
 def _copy_companions(path: Path, folder: Path) -> None:
     """Copy the files beside a ``tokenizer.json`` that belong to it."""
-    for companion in _COMPANIONS:
+    for companion in COMPANIONS:
         if path.with_name(companion).is_file():
             shutil.copyfile(path.with_name(companion), folder / companion)
 
@@ -169,11 +176,6 @@ def _rules(settings: Mapping[str, Any], definition: Mapping[str, Any]) -> dict[s
         values = (settings.get(name), inner.get(there) if isinstance(inner, Mapping) else None)
         rules[name] = bool(next((value for value in values if isinstance(value, bool)), usual))
     return rules
-
-
-def _entries(path: Path) -> Mapping[str, Any]:
-    """The JSON object in a file of the transformers library; empty if there is no such file."""
-    return read_json_object(path, expected="a file of the transformers library") if path.is_file() else {}
 
 
 def write_json(path: Path, entries: Mapping[str, Any]) -> None:

@@ -279,8 +279,10 @@ def _read_merges(merge_file: str, vocabulary: dict[str, int]) -> list[tuple[str,
     return merges
 
 
-_FILE = "tokenizer.json"
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json")
+# files of the transformers library; the others may lie beside the first
+DEFINITION_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+COMPANIONS = (CONFIG_FILE, "special_tokens_map.json")
 _USUAL_NAMES = {
     "eos_token": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<eod>"),
     "cls_token": ("[CLS]", "<cls>", "<s>"),
@@ -342,7 +344,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
 
 
 def _file_in(folder: Path) -> Path:
-    path = folder / _FILE
+    path = folder / DEFINITION_FILE
     if path.is_file():
         return path
     models, hint = sorted(folder.glob("*.model")), ""
@@ -352,7 +354,7 @@ def _file_in(folder: Path) -> Path:
         hint = "; it has a vocab.txt: use tokenizer_type BertWordPieceLowerCase or BertWordPieceCase"
     elif models:
         hint = f"; for {models[0].name} use tokenizer_type SentencePieceTokenizer and its path as tokenizer_model"
-    raise UserError(f"folder {folder} has no {_FILE}{hint}")
+    raise UserError(f"folder {folder} has no {DEFINITION_FILE}{hint}")
 
 
 def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
@@ -360,15 +362,19 @@ def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
     names = {}
     for role, usual in _USUAL_NAMES.items():
         names[role] = next((name for name in usual if name in vocabulary), usual[0])
-    for companion in reversed(_COMPANIONS):  # the first one wins
-        file = path.with_name(companion)
-        contents = read_json_object(file, expected="a file of the transformers library") if file.is_file() else {}
+    for companion in reversed(COMPANIONS):  # the first one wins
+        contents = library_entries(path.with_name(companion))
         for role in _USUAL_NAMES:
             token = contents.get(role)
             content = token.get("content") if isinstance(token, Mapping) else token
             if isinstance(content, str) and content:
                 names[role] = content
     return names
+
+
+def library_entries(path: Path) -> Mapping[str, Any]:
+    """The JSON object in a file of the transformers library; empty if there is no such file."""
+    return read_json_object(path, expected="a file of the transformers library") if path.is_file() else {}
 
 
 def _word_rule(definition: Mapping[str, Any]) -> WordRule | None:

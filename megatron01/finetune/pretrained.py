@@ -19,13 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron01.convert.formats import read_model
-from megatron01.convert.hf_tokenizer import (
-    DEFINITION_FILE,
-    SENTENCEPIECE_FILE,
-    add_bert_template,
-    find_tokenizer,
-    write_tokenizer,
-)
+from megatron01.convert.hf_tokenizer import SENTENCEPIECE_FILE, add_bert_template, find_tokenizer, write_tokenizer
 from megatron01.convert.huggingface import (
     SAMPLE_TEXT,
     is_hf_folder,
@@ -35,7 +29,7 @@ from megatron01.convert.huggingface import (
 )
 from megatron01.convert.native import is_checkpoint
 from megatron01.convert.portable import refuse_non_finite
-from megatron01.data.tokenizers import SentencePieceTokenizer, Tokenizer, TokenizerFiles
+from megatron01.data.tokenizers import DEFINITION_FILE, SentencePieceTokenizer, Tokenizer, TokenizerFiles, count_ids
 from megatron01.errors import UserError
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import one_line
@@ -260,7 +254,7 @@ def _encoder(tokenizer: Any, config: Any, source: str) -> TextEncoder:
             f"{source} has a tokenizer that adds no special tokens to texts; expected one with [CLS] and [SEP], by"
             " a post_processor in its tokenizer.json"
         )
-    vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    vocab_size = count_ids(backend.get_vocab(with_added_tokens=True))
     if not 0 <= config.vocab_size - vocab_size < _MOST_UNUSED_ROWS:
         raise UserError(
             f"the tokenizer of {source} has {vocab_size} ids and the model {config.vocab_size}; give the tokenizer with"
