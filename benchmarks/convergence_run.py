@@ -241,16 +241,13 @@ def build_model(config: PretrainConfig) -> nn.Module:
 
 
 @torch.no_grad()
-def attend_to_neighbours(model: Bert, sharpness: float = 1.6) -> None:
+def attend_to_neighbours(model: Bert) -> None:
     """Initialize sinusoidal positions, and heads that attend to the previous and to the next token in turn.
 
     A masked token carries no information about itself: until some head attends by position, BERT predicts from the bag
     of words. From random weights, a model of this size needs many thousand steps to learn such a head, whatever the
     optimizer, and its loss falls only then. These runs start with such heads. As in mimetic initialization (Trockman
     and Kolter 2023), query and key of a head share one random projection, here with the key rotated by one position.
-
-    Args:
-        sharpness: factor on both query and key; attention logits scale with its square.
     """
     width, heads = model.config.hidden_size, model.config.num_attention_heads
     generator = torch.Generator().manual_seed(model.config.num_layers)
@@ -264,7 +261,7 @@ def attend_to_neighbours(model: Bert, sharpness: float = 1.6) -> None:
     for layer in model.transformer.layers:
         random = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
         weight = layer.get_parameter("attention.query_key_value.weight").view(heads, 3, -1, width)
-        for head, projection in enumerate(sharpness * random.view(heads, -1, width)):
+        for head, projection in enumerate(1.6 * random.view(heads, -1, width)):  # attention logits scale with 1.6^2
             weight[head, 0] = projection
             weight[head, 1] = projection @ (turn if head % 2 else turn.T)
 

@@ -153,7 +153,7 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
     tokenizer is not the model's.
     """
     path = Path(load)
-    if path.exists() and is_hf_folder(path) and not is_checkpoint(path):
+    if is_hf_folder(path) and not is_checkpoint(path):
         exported = path / SENTENCEPIECE_FILE
         if tokenizer is None and exported.is_file() and not (path / DEFINITION_FILE).exists():
             tokenizer = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(exported))
