@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
 from megatron01.config.command_line import Command, dispatch, parse
+from megatron01.config.registry import find_optimizer
 from megatron01.contrib.deepspeed import DeepSpeedSource
 
 if TYPE_CHECKING:
@@ -47,12 +48,17 @@ def _check(config: PretrainConfig) -> None:
 
     These have to make up whole replicas, of whose batch the global one is a multiple.
     """
-    from megatron01.optim.policies import build_sync_policy
+    from megatron01.optim.policies import VariancePolicy, build_sync_policy, require_change_in_bf16
     from megatron01.optim.schedule import build_schedule
     from megatron01.parallel import LaunchEnvironment
 
-    schedule = build_schedule(config.optimizer, config.training.train_iters)
-    build_sync_policy(config.optimizer.sync_policy, schedule, config.optimizer.max_sync_interval)
+    optimizer = config.optimizer
+    schedule = build_schedule(optimizer, config.training.train_iters)
+    sync_policy = build_sync_policy(optimizer.sync_policy, schedule, optimizer.max_sync_interval)
+    if "sync_policy" in find_optimizer(optimizer.optimizer).planned_settings:
+        VariancePolicy(optimizer.variance_kappa, optimizer.variance_freeze_step, sync_policy)
+    if optimizer.state_dtype == "bf16":
+        require_change_in_bf16(optimizer.variance_decay, optimizer.variance_kappa)
     environment = LaunchEnvironment.read(os.environ)
     # what prepares the data may be started on fewer processes than the run
     if environment.launcher != "single process" and not config.data.prepare_only:

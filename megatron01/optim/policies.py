@@ -135,6 +135,19 @@ class VariancePolicy:
         return refreshes
 
 
+_LARGEST_KAPPA_IN_BF16 = 64
+"""A refresh changes the second moment by 1/kappa of it, or half of that; bf16 resolves 1/256, or half of that."""
+
+
+def require_change_in_bf16(variance_decay: str, variance_kappa: int) -> None:
+    """Raises UserError if a refresh changes the second moment by less than bf16 resolves."""
+    if variance_decay != "elapsed" or variance_kappa > _LARGEST_KAPPA_IN_BF16:
+        raise UserError(
+            f"variance_decay is {variance_decay} and variance_kappa {variance_kappa}, which changes the second moment"
+            f" by less than bf16 can tell; with state_dtype bf16, expected elapsed and {_LARGEST_KAPPA_IN_BF16} at most"
+        )
+
+
 def schedule_interval(schedule: Schedule, max_interval: int, shortest: int = 1) -> IntervalFunction:
     """1 in the warm-up, then ``shortest`` times the largest power of two not above peak / lr(t), cut to a maximum.
 

@@ -16,15 +16,12 @@ from typing import Any, Literal, Unpack
 import numpy as np
 import torch
 
-from megatron01.errors import UserError, require_decays, require_share
+from megatron01.errors import require_decays, require_share
 from megatron01.optim.base import FlatOptimizer
 from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment
-from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy
+from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy, require_change_in_bf16
 from megatron01.optim.schedule import Schedule, as_schedule
 from megatron01.optim.settings import CommonArguments, quantizer_of
-
-_LARGEST_KAPPA_IN_BF16 = 64
-"""A refresh changes the second moment by 1/kappa of it, or half of that; bf16 resolves 1/256, or half of that."""
 
 
 class ZeroOneAdam(FlatOptimizer):
@@ -77,12 +74,8 @@ class ZeroOneAdam(FlatOptimizer):
         **common: Unpack[CommonArguments],
     ) -> None:
         schedule = as_schedule(schedule)
-        if state_dtype is torch.bfloat16 and (variance_decay != "elapsed" or variance_kappa > _LARGEST_KAPPA_IN_BF16):
-            raise UserError(
-                f"variance_decay is {variance_decay} and variance_kappa {variance_kappa}, which changes the second"
-                f" moment by less than bf16 can tell; with state_dtype bf16, expected elapsed and"
-                f" {_LARGEST_KAPPA_IN_BF16} at most"
-            )
+        if state_dtype is torch.bfloat16:
+            require_change_in_bf16(variance_decay, variance_kappa)
         beta1, beta2 = require_decays("betas", betas)
         v = SecondMoment(
             beta2,

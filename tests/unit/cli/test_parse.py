@@ -106,6 +106,8 @@ def test_a_flag_may_mend_what_contradicts_in_the_file(tmp_path: Path) -> None:
     [
         (("--lr-warmup-iters", "100"), "the decay ends at step 100, within the warm-up of 100 steps"),
         (("--sync-policy", "schedul"), "sync_policy is 'schedul'; expected schedule, .*did you mean 'schedule'"),
+        (("--sync-policy", "constant:4"), "the synchronization policy takes local steps from step 0 on"),
+        (("--state-dtype", "bf16", "--variance-kappa", "65"), "variance_decay is elapsed and variance_kappa 65"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_found_without_training(flags: tuple[str, ...], message: str) -> None:
