@@ -13,7 +13,7 @@
 #   REPLICAS=8          without HOSTS, processes on this machine: its GPUs, or 2 without any
 #   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
 #   DOCTOR=yes          check the machines first (megatron01 doctor); no: leave it out
-#   MAX_RESTARTS=3      faults after which the run is given up
+#   MAX_RESTARTS=3      restarts after faults; the next fault ends the run
 #   MPIRUN_OPTIONS=     anything else, such as "--oversubscribe --allow-run-as-root"
 #   PYTHON=...          .venv/bin/python if there is one, else python3
 set -euo pipefail

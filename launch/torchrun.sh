@@ -14,7 +14,7 @@
 #   JOB=megatron01      with several jobs that share a rendezvous: a different name for each
 #   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
 #   DOCTOR=yes          check the machines first (megatron01 doctor); no: leave it out
-#   MAX_RESTARTS=3      faults after which the run is given up
+#   MAX_RESTARTS=3      restarts after faults; the next fault ends the run
 #   SHUTDOWN=120        seconds for a checkpoint after a signal, before the processes are killed
 set -euo pipefail
 

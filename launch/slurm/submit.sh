@@ -25,7 +25,7 @@
 #   CONTAINER=          words in front of the tasks' command, such as "apptainer exec --nv --bind /data image.sif"
 #   RUNS=runs           parent of NAME, on a file system that all nodes share
 #   PYTHON=...          .venv/bin/python if there is one, else python3
-#   MAX_FAULTS=3        faults in a row without a new checkpoint, after which the run is not started again
+#   MAX_FAULTS=3        restarts in a row after faults without a new checkpoint; the next fault ends the run
 #
 # In a container of pyxis:
 #

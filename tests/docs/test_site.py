@@ -13,6 +13,7 @@ import yaml
 
 import megatron01
 from megatron01.cli import main
+from megatron01.doctor.diagnosis import link_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,6 +37,17 @@ def test_every_page_is_in_the_navigation():
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     listed = set(re.findall(r"\b([a-z_]+\.md)\b", yaml.safe_dump(navigation)))
     assert listed == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_launching_page_shows_what_the_doctor_says():
+    page = (ROOT / "docs" / "launching.md").read_text()
+    rates = [
+        ("host0", "host1", 6310.0),
+        ("host1", "host2", 6116.0),
+        ("host2", "host3", 19.2),
+        ("host3", "host0", 6000.0),
+    ]
+    assert [f"error: {problem}" for problem in link_problems(rates, 1 << 20)] == re.findall(r"^error: .*", page, re.M)
 
 
 def test_importing_the_package_does_not_import_torch():
