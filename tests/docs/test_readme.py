@@ -1,9 +1,11 @@
-"""The commands and code of the README and of the pages on pretraining and planning work as printed."""
+"""The commands, code and figures of the README and of other pages are those of the programs and of the records."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,28 @@ def test_the_plan_commands_work() -> None:
 
 
 @pytest.mark.slow
+def test_the_traffic_of_a_quick_start_is_what_the_schedule_tells() -> None:
+    flags = ["--config", "configs/gpt2/debug.yaml", "--replicas", "2"]
+    told = run_python("-m", "megatron01", "schedule", *flags, cwd=ROOT)
+    total = re.search(r"^total +(\d+) +(\d+) +(\d+) +(\d+) +(.+?)  +([\d.]+)$", told, re.MULTILINE)
+    kinds = r"steps +500 \(full (\d+), 1-bit (\d+), local (\d+)\)"
+    shown = re.search(rf"{kinds}\n +rounds +(\d+)\n +sent +(.+)\n.*\n.*\n +bits +(\S+)", README)
+    assert shown and total and shown.groups() == total.groups()
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_sharded_optimizer_is_what_the_planner_says() -> None:
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    (command,) = re.findall(r"`megatron01 (plan --memory --config .*?)`", page, re.DOTALL)
+    rows = re.findall(r"^\| and `--shard-optimizer`, (\d) processes a node \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 2
+    for processes, row in rows:
+        flags = [*command.split(), "--processes-per-node", processes]
+        planned = run_python("-m", "megatron01", *flags, cwd=ROOT)
+        assert re.findall(r"^zero_one_adam +(.*)$", planned, re.MULTILINE)[0].split() == row.replace("|", " ").split()
+
+
+@pytest.mark.slow
 def test_the_table_of_links_is_what_the_planner_says() -> None:
     rows = re.findall(r"^\| (\d+) Gbit/s \| `(\w+)`.*\| ([\d.]+) \| ([\d.]+) \|$", README, re.MULTILINE)
     assert len(rows) == 4
@@ -109,6 +133,40 @@ def test_the_table_of_links_is_what_the_planner_says() -> None:
         assert optimizer == "adam" or f"({float(gain):.2g} times as fast as adam" in shown
         (found,) = re.findall(r"^one_bit_adam .* ([\d.]+) +\d+%", shown, re.MULTILINE)
         assert abs(float(found) - float(one_bit)) < 0.06
+
+
+def assert_shown(shown: re.Match[str] | None, values: Sequence[float]) -> None:
+    """The groups of a match are these values, rounded to as many digits."""
+    assert shown
+    assert list(shown.groups()) == [
+        f"{value:.{len(text.partition('.')[2])}f}" for text, value in zip(shown.groups(), values, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
+def test_the_figures_of_a_gpu_are_those_of_its_record(page: str) -> None:
+    parts = json.loads((ROOT / "benchmarks" / "results" / "gpu.json").read_text())["parts"]
+    values = []
+    for name in ("gpt2 345m", "gpt2 1.5b", "bert large-512"):
+        ours, theirs = (parts[f"{name}, compiled"]["findings"][whose] for whose in ("ours", "hugging face"))
+        values += [100 * ours["mfu"], ours["tokens_per_second"] / theirs["tokens_per_second"]]
+    del values[4]  # the README does not tell it
+    figures = r"([\d.]+) %.*?([\d.]+)\s+times"
+    pattern = rf"345M [^.]*trains at {figures}.*?1\.5B at {figures}.*?BERT-Large .*?([\d.]+)\s+times"
+    assert_shown(re.search(pattern, (ROOT / page).read_text(), re.DOTALL), values)
+
+
+def test_the_figures_below_the_picture_are_those_of_the_study() -> None:
+    study = (ROOT / "docs" / "study.md").read_text().split("## GPT-2")[1]
+    sent = re.search(r"1-bit Adam sent ([\d.]+) times as much and Adam (\d+)", study)
+    ended = re.search(r"1-bit Adam ended ([\d.]+) ± ([\d.]+) higher; .* 0/1 Adam by ([\d.]+) ± ([\d.]+);", study)
+    assert sent and ended
+    shown = re.search(
+        r"sent (\d+)\s+times less than Adam and (\d+) times less than 1-bit Adam; it ended ([\d.]+) above Adam "
+        r"\(standard error ([\d.]+)\), 1-bit Adam ([\d.]+) \(([\d.]+)\)\.",
+        README,
+    )
+    assert_shown(shown, [float(text) for text in (sent[2], sent[1], ended[3], ended[4], ended[1], ended[2])])
 
 
 def test_files_and_folders_that_it_names_exist() -> None:
