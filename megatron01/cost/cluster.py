@@ -102,7 +102,7 @@ class ClusterConfig(Bounded):
     nodes: tuple[int, ...] = (4,)
     """Nodes; several numbers are planned one after the other."""
     processes_per_node: Positive[int] = 8
-    """Replicas of a node, one for each GPU."""
+    """Processes of a node, one for each GPU."""
     gpu: str = "a100"
     """Kind of GPU: a100, h100, v100 and others; or cpu, for which --compute-seconds must be given."""
     mfu: UpTo1 = 0.4
