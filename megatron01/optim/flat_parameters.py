@@ -346,7 +346,7 @@ class FlatParameters:
                     "the model before"
                 )
             view.copy_(tensor.detach())
-            tensor.data = view
+            tensor.data = _with_own_storage(view)
             moved = True
         return moved
 
@@ -382,9 +382,9 @@ class FlatParameters:
             for index in own:
                 tensor = self.parameters[index].tensor
                 start = (int(self.first_block[index]) - first) * size
-                view = _with_own_storage(weights.as_strided(tensor.size(), tensor.stride(), start))
+                view = weights.as_strided(tensor.size(), tensor.stride(), start)
                 view.copy_(tensor.detach())
-                tensor.data = view
+                tensor.data = _with_own_storage(view)
                 self._weight_views.append(view)
 
     # The model's gradients.
@@ -633,7 +633,8 @@ def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Te
 def _with_own_storage(view: Tensor) -> Tensor:
     """A view without gaps as a tensor of the same memory, whose storage is this part of the buffer alone.
 
-    Saving a parameter then does not save the whole buffer, and safetensors finds no shared memory.
+    Saving a parameter then does not save the whole buffer, and safetensors finds no shared memory. Where
+    torch.multiprocessing moves a parameter to shared memory, the buffer stays, and ``check_unchanged`` notices.
     """
     start = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[start : start + view.nbytes]

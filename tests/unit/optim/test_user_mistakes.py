@@ -118,6 +118,24 @@ def test_weights_that_were_exchanged_and_put_back_are_no_mistake() -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("at", [0, 3])
+def test_weights_that_go_to_shared_memory_are_trained_on(at: int) -> None:
+    """As torch.multiprocessing does with a state_dict() that is sent to an evaluating process, in place."""
+
+    def trained_weights(shares: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        optimizer = ZeroOneAdam(layer.parameters(), 1e-2)
+        for step in range(6):
+            if shares and step == at:
+                for tensor in layer.state_dict().values():
+                    tensor.share_memory_()
+            one_step(layer, optimizer)
+        return layer.weight.detach()
+
+    assert torch.equal(trained_weights(True), trained_weights(False))
+
+
 def after_local_steps() -> tuple[nn.Linear, ZeroOneAdam]:
     """A layer whose weights are not those of the last synchronization."""
     layer = nn.Linear(4, 4)
