@@ -17,6 +17,7 @@ from megatron01.integrations.common import (
     keep_all_gradients_local,
     load_state,
     marker,
+    refuse_scaled_others,
     require_version,
     save_state,
 )
@@ -30,9 +31,9 @@ _FOLDER = "replicas"
 def prepare(accelerator: Any, *objects: Any) -> Any:
     """``accelerator.prepare`` for a model, an optimizer of this package and other objects; returns them in order.
 
-    Gradients stay local (no all-reduce). ``accelerator.save_state`` and ``load_state`` save and load the optimizer
-    state of every replica, in a folder that all machines must see. They, ``save_model`` and ``get_state_dict`` use the
-    replicated weights.
+    Its gradients stay local (no all-reduce); those of other optimizers are averaged. ``accelerator.save_state`` and
+    ``load_state`` save and load its state of every replica, in a folder that all machines must see. They,
+    ``save_model`` and ``get_state_dict`` use the replicated weights.
     ``accelerator.clip_grad_norm_`` is refused: give the optimizer ``max_grad_norm``.
     """
     found = [find_optimizer(value) for value in objects]
@@ -44,6 +45,7 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
             "this accelerator has an optimizer of megatron01 already, whose saved state this one's would replace;"
             " expected one for each Accelerator, prepared once"
         )
+    refuse_scaled_others(objects, accelerator.scaler)
     prepared = accelerator.prepare(*objects)
     results = prepared if isinstance(prepared, tuple) else (prepared,)
     for value in results:

@@ -6,7 +6,7 @@ import os
 import re
 import uuid
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -61,6 +61,22 @@ def keep_all_gradients_local(module: torch.nn.Module) -> None:
     for inner in module.modules():
         if isinstance(inner, DistributedDataParallel):
             keep_gradients_local(inner)
+
+
+def refuse_scaled_others(optimizers: Iterable[Any], scaler: torch.amp.GradScaler | None) -> None:
+    """Refuse optimizers of other packages in fp16, whose gradients are averaged, on several replicas.
+
+    Each replica has a loss scale of its own, so a mean of their scaled gradients would be that of no loss.
+    """
+    if scaler is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer) and find_optimizer(optimizer) is None:
+            raise UserError(
+                f"{type(optimizer).__name__} would get the mean of gradients that each replica scales by another factor"
+                " in fp16; expected bf16, or an optimizer of megatron01 alone",
+                scope="job",
+            )
 
 
 class ShownSchedule(torch.optim.lr_scheduler.LRScheduler):

@@ -22,6 +22,7 @@ from megatron01.integrations.common import (
     keep_all_gradients_local,
     load_state,
     marker,
+    refuse_scaled_others,
     require_version,
     save_state,
 )
@@ -72,6 +73,7 @@ class CompressedDDP(DDPStrategy):
                 f"configure_optimizers returned {number} optimizers of megatron01, of which only one would be saved;"
                 " expected one"
             )
+        refuse_scaled_others(self.optimizers, _scaler(self.precision_plugin))
 
     def configure_ddp(self) -> None:
         super().configure_ddp()
@@ -153,6 +155,10 @@ class CompressedFabricDDP(FabricDDPStrategy):
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         return keep_gradients_local(super().setup_module(module))
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        refuse_scaled_others([optimizer], _scaler(self.precision))
+        return super().setup_optimizer(optimizer)
 
     def clip_gradients_norm(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError("clip_gradients would clip each replica's own gradient; give the optimizer max_grad_norm")

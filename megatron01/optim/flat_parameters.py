@@ -596,6 +596,12 @@ def mark_active(active: Tensor, candidates: Tensor, v: Tensor, range_elements: i
         torch.bitwise_and(candidates[part], pack_mask(v[first * WORD : (first + words) * WORD] > 0.0), out=active[part])
 
 
+def is_flat(tensor: Tensor) -> bool:
+    """True if ``FlatParameters`` that still exist have a tensor among their parameters."""
+    hooks = (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+    return any(isinstance(hook, partial) and hook.func is _on_gradient and hook.args[0]() is not None for hook in hooks)
+
+
 @torch._disable_dynamo  # a compiled step calls it as it is
 def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Tensor) -> None:
     """Copy a gradient that the backward pass has made into its view, on GPUs together with others.

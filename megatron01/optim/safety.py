@@ -25,6 +25,7 @@ from megatron01.comm import Topology
 from megatron01.comm.payload import HEADER_BYTES, ErrorPlace
 from megatron01.comm.transport import Transport, Work, read_checked
 from megatron01.errors import UserError
+from megatron01.optim.flat_parameters import is_flat
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import lost_replica
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOCAL_GRADIENTS = "megatron01_local_gradients"
-"""Attribute of a DistributedDataParallel module whose communication hook sends nothing."""
+"""Attribute of a DistributedDataParallel module whose communication hook leaves our gradients local."""
 SETTLE_SECONDS = 180.0
 """How long ``state_dict()`` waits for the other replicas while a delayed exchange is under way.
 
@@ -76,21 +77,27 @@ def require_group(process_group: object) -> None:
 # DistributedDataParallel. No annotations: it compares them with types, and here they are strings.
 
 
-def _keep_local(state, bucket):  # type: ignore[no-untyped-def]
-    """A communication hook that sends nothing: the bucket is its own result."""
+def _average_others(group, bucket):  # type: ignore[no-untyped-def]
+    """A communication hook that averages gradients of parameters that no optimizer on flat buffers has."""
+    others = [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if not is_flat(p)]
+    works = [dist.all_reduce(gradient.div_(group.size()), group=group, async_op=True) for gradient in others]
+    for work in works:
+        work.wait()
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
 def keep_gradients_local(module: DistributedDataParallel) -> DistributedDataParallel:
-    """Turn off gradient averaging in ``module``: gradients stay local, for the optimizer to exchange.
+    """Make ``module`` leave the gradients of this package's optimizers local, for these to exchange.
+
+    Other gradients are averaged: parameters that another optimizer trains stay the same on all replicas.
 
     For frameworks that wrap models themselves. Buffers (batch norm's) are no longer broadcast before each forward pass
     either. Where the code that wraps the model is yours, do not wrap it: that saves a copy of all gradients.
     """
     if not getattr(module, LOCAL_GRADIENTS, False):
-        module.register_comm_hook(None, _keep_local)
+        module.register_comm_hook(module.process_group, _average_others)
         # keeps the group alive: freed with the module, it waits for gloo's threads, which may need the GIL (torch 2.13)
         atexit.register(lambda group: None, module.process_group)
         module.broadcast_buffers = False

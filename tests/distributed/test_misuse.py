@@ -7,6 +7,7 @@ import io
 import logging
 import pickle
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -183,6 +184,42 @@ def bare(rank: int, size: int) -> tuple[str, int]:
 
 def test_a_wrapped_model_that_keeps_its_gradients_sends_what_a_bare_one_sends() -> None:
     assert run_ranks(wrapped, 2, "local") == run_ranks(bare, 2)
+
+
+def two_kinds(rank: int, size: int, batches: int) -> tuple[list[list[float]], int, str]:
+    """Weights that torch's AdamW trains beside ZeroOneAdam, bytes of the latter, and its fingerprint."""
+    model, sent = new_model(), 0
+    ours = ZeroOneAdam(model[0].parameters(), SCHEDULE, **OPTIONS)
+    other = torch.optim.AdamW(model[2].parameters(), 0.01)
+    module = safety.keep_gradients_local(DistributedDataParallel(model))
+    for step in range(STEPS):
+        for batch in range(batches):
+            with module.no_sync() if batch + 1 < batches else nullcontext():
+                backward(module, step + 100 * batch, rank)
+        own = model[0].weight.grad.clone()
+        torch.distributed.broadcast(own, 0)
+        assert torch.equal(own, model[0].weight.grad) == (rank == 0)
+        for optimizer in (ours, other):
+            optimizer.step()
+            optimizer.zero_grad()
+        sent += ours.last_step.bytes_sent
+    return [parameter.tolist() for parameter in model[2].parameters()], sent, ours.fingerprint()
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_parameters_of_another_optimizer_are_averaged_where_those_of_this_one_stay_local(batches: int) -> None:
+    (weights, sent, fingerprint), other = run_ranks(two_kinds, 2, batches)
+    assert other == (weights, sent, fingerprint)
+    assert sent == run_ranks(first_layer_alone, 2)[0]
+
+
+def first_layer_alone(rank: int, size: int) -> int:
+    model, sent = new_model(), 0
+    optimizer = ZeroOneAdam(model[0].parameters(), SCHEDULE, **OPTIONS)
+    for step in range(STEPS):
+        train(model, optimizer, rank, step, step + 1)
+        sent += optimizer.last_step.bytes_sent
+    return sent
 
 
 # An optimizer that replaces another, as for a second phase of training.

@@ -221,6 +221,40 @@ def test_a_second_optimizer_whose_state_would_replace_the_first_ones_is_refused(
         strategy.setup(SimpleNamespace(gradient_clip_val=None))
 
 
+def beside_another_in_fp16(rank: int, size: int) -> list[str]:
+    from accelerate import Accelerator
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from megatron01.integrations.accelerate import prepare
+    from megatron01.integrations.lightning import CompressedDDP, CompressedFabricDDP
+
+    layer = torch.nn.Linear(2, 2)
+    pair = [ZeroOneAdam([layer.weight], 0.1), torch.optim.AdamW([layer.bias])]
+    accelerator, fabric, lightning = Accelerator(cpu=True), CompressedFabricDDP(), CompressedDDP()
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    fabric._precision = lightning._precision_plugin = SimpleNamespace(scaler=accelerator.scaler)
+    lightning.optimizers = pair
+    fabric.setup_optimizer(pair[0])
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
+        for refused in (
+            lambda: prepare(accelerator, layer, *pair),
+            lambda: fabric.setup_optimizer(pair[1]),
+            lambda: lightning.setup(SimpleNamespace(gradient_clip_val=None)),
+        ):
+            with pytest.raises(UserError) as error:
+                refused()
+            told.append(str(error.value))
+    return told
+
+
+def test_an_optimizer_of_another_package_beside_it_is_refused_in_fp16() -> None:
+    """Each replica's loss scale is its own, so the mean of the other optimizer's scaled gradients would be wrong."""
+    for told in run_ranks(beside_another_in_fp16, 2):
+        assert len(told) == 3 and all(text.startswith("AdamW would get the mean") for text in told)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["transformers_trainer", "accelerate_loop", "lightning_trainer", "fabric_loop"])
 def test_the_examples_learn(script: str, tmp_path: Path) -> None:
