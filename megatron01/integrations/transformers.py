@@ -57,6 +57,13 @@ class CompressedTrainerMixin:
                 f"compressed_optimizer is {compressed_optimizer!r}; expected a class such as megatron01.ZeroOneAdam,"
                 " any of megatron01.optim but Adam"
             )
+        if not isinstance(compressed_arguments, dict | None):
+            raise UserError(
+                f"compressed_arguments is {compressed_arguments!r}; expected a dict such as {{'max_sync_interval': 16}}"
+            )
+        for name in ("schedule", "weight_decay"):
+            if name in (compressed_arguments or {}):
+                raise UserError(f"compressed_arguments has {name}, which TrainingArguments gives; set it there")
         self._compressed_class, self._compressed_arguments = compressed_optimizer, dict(compressed_arguments or {})
         self._num_training_steps: int | None = None
         self._built_optimizer = False
@@ -67,6 +74,11 @@ class CompressedTrainerMixin:
         if self.optimizer is not None and find_optimizer(self.optimizer) is None:
             raise UserError(
                 f"optimizers gives the Trainer a {type(self.optimizer).__name__}; expected one of megatron01's, or none"
+            )
+        if self.optimizer_cls_and_kwargs is not None:
+            raise UserError(
+                f"optimizer_cls_and_kwargs gives the Trainer a {self.optimizer_cls_and_kwargs[0].__name__}; expected"
+                " compressed_optimizer, and compressed_arguments, in its place"
             )
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise UserError("the Trainer uses DeepSpeed or FSDP, which exchange gradients; expected neither")

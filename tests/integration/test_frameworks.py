@@ -90,6 +90,25 @@ def test_a_trainer_takes_a_class_that_compresses(kind: Any, tmp_path: Path) -> N
         CompressedTrainer(torch.nn.Linear(1, 1), arguments, compressed_optimizer=kind)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"compressed_arguments": {"weight_decay": 0.1}}, "compressed_arguments has weight_decay, which TrainingArg"),
+        ({"compressed_arguments": {"schedule": 0.1}}, "compressed_arguments has schedule, which TrainingArguments"),
+        ({"compressed_arguments": ["block_size"]}, r"compressed_arguments is \['block_size'\]; expected a dict"),
+        ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer_cls_and_kwargs gives the Trainer a SGD"),
+    ],
+)
+def test_arguments_of_a_trainer_that_would_change_nothing_are_refused(given: Any, words: str, tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    from megatron01.integrations.transformers import CompressedTrainer
+
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(UserError, match=words):
+        CompressedTrainer(torch.nn.Linear(1, 1), arguments, **given)
+
+
 def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:
     from megatron01.integrations.lightning import CompressedFabricDDP
 
