@@ -170,8 +170,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         topology = (group if isinstance(group, Topology) else Topology.flat(group)).with_own_counters()
         self._world = topology.world
         self._is_single = topology.num_replicas == 1
-        self._clipping = safety.ClippingWatch(topology.num_replicas)
-        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._clipping.record)
+        self._norm_watch = safety.NormWatch(topology.num_replicas)
+        self._guard = OverflowGuard(settings.loss_scaler, settings.max_skipped_steps, self._norm_watch.record)
         parameters = named_parameters(self.param_groups)
         self._frozen_at_start = [p for p in parameters if not p.tensor.requires_grad]
         self._whole = FlatParameters([p for p in parameters if p.tensor.requires_grad], settings.block_size)
@@ -541,7 +541,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self.step_count += 1
         self._traffic.add(step, self.last_step.bytes_sent)
         if not (plan.averages or isinstance(found.norm, DeferredNorm)):
-            self._clipping.record(found.norm)
+            self._norm_watch.record(found.norm)
         state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
         was_full = step > 0 and self._plan(step - 1).averages
         self._replicas.after(step, plan, self.param_groups, state, was_full=was_full)

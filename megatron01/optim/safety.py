@@ -301,26 +301,34 @@ class SameDataWatch:
             )
 
 
-class ClippingWatch:
-    """Warns once when a replica's own gradients keep the same norm: something clips them before the optimizer.
+class NormWatch:
+    """Warns once each when a replica's own gradients keep the same norm, or have none.
 
-    Each replica would then be clipped by another factor, between full steps too. A single one may be.
+    In the first case something clips them before the optimizer, on each replica by another factor, between full steps
+    too; a single one may be. In the second the model does not learn.
     """
 
     _STEPS = 8
 
     def __init__(self, num_replicas: int) -> None:
         self._norms: deque[float] = deque(maxlen=self._STEPS)
-        self._warns = num_replicas > 1
+        self._warns_of_clipping, self._warns_of_none = num_replicas > 1, True
 
     def record(self, norm: float) -> None:
         """Record the norm of this replica's own gradient."""
         self._norms.append(norm)
         highest, lowest = max(self._norms), min(self._norms)
-        if len(self._norms) < self._STEPS or not self._warns or not 0.0 < highest < math.inf:
+        if len(self._norms) < self._STEPS:
             return
-        if highest - lowest <= 1e-4 * highest:
-            self._warns = False
+        if self._warns_of_none and highest == 0.0:
+            self._warns_of_none = False
+            logger.warning(
+                "the optimizer's parameters had no gradient, or one of 0, at %d steps in a row: are they still those of"
+                " the model? load_state_dict(assign=True), say, replaces them; build the optimizer after that",
+                self._STEPS,
+            )
+        if self._warns_of_clipping and 0.0 < highest < math.inf and highest - lowest <= 1e-4 * highest:
+            self._warns_of_clipping = False
             logger.warning(
                 "the gradient of this replica had the norm %.4g at %d steps in a row: it seems to be clipped before the"
                 " optimizer sees it, by another factor on each replica; give the optimizer max_grad_norm instead",

@@ -136,6 +136,20 @@ def test_weights_that_go_to_shared_memory_are_trained_on(at: int) -> None:
     assert torch.equal(trained_weights(True), trained_weights(False))
 
 
+def test_parameters_that_the_model_no_longer_has_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The model would stand still for the rest of the run."""
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1)
+    for _ in range(20):
+        one_step(layer, optimizer)
+    assert not caplog.messages
+    layer.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()}, assign=True)
+    for _ in range(30):
+        one_step(layer, optimizer)
+    (text,) = caplog.messages
+    assert "had no gradient" in text and "load_state_dict(assign=True)" in text
+
+
 def after_local_steps() -> tuple[nn.Linear, ZeroOneAdam]:
     """A layer whose weights are not those of the last synchronization."""
     layer = nn.Linear(4, 4)
