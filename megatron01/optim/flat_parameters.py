@@ -553,7 +553,7 @@ def parameter_masks(layout: FlatParameters, masks: Mapping[str, Tensor]) -> dict
     shaped = {}
     for name, mask in masks.items():
         if name not in by_name:
-            raise UserError(f"a mask names parameter {name!r}, which does not exist{nearest(name, by_name)}")
+            raise UserError(f"a mask names parameter {name!r}, which does not exist{nearest(str(name), by_name)}")
         tensor = layout.parameters[by_name[name]].tensor
         by_row = mask.dim() == 1 and tensor.dim() > 1 and mask.numel() == tensor.size(0)
         if mask.dtype != torch.bool or not (by_row or mask.shape == tensor.shape):

@@ -271,6 +271,7 @@ def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
         ({"sync_policy": None}, "sync_policy is None; expected schedule, every"),
         ({"masks": [torch.ones(4, dtype=torch.bool)]}, "masks are not bool tensors by parameter name"),
         ({"masks": {"0": [True] * 4}}, "masks are not bool tensors by parameter name"),
+        ({"masks": {0: torch.ones(4, dtype=torch.bool)}}, r"a mask names parameter 0, .*'0'"),
         ({"backend": "cuda"}, "backend is 'cuda'; expected auto, cpu, triton or reference"),
         ({"gradient_wire_dtype": torch.float64}, "gradient_wire_dtype is torch.float64; .*bfloat16"),
         ({"max_skipped_steps": 0}, "max_skipped_steps is 0"),
