@@ -111,8 +111,9 @@ fi
 for ((variant = 0; variant < ${#folders[@]}; variant++)); do
     if [ "$checked" = yes ]; then
         eval "task=($(SLURM_ARRAY_TASK_ID=$variant "$here/job.sh" --print-task "$script" "$@"))"
+        # as one of the tasks, as their number has to fit the batch
         RANK=0 WORLD_SIZE=$((${NODES:-16} * tasks)) LOCAL_RANK=0 LOCAL_WORLD_SIZE=$tasks MASTER_ADDR=localhost \
-            "${task[@]}" --print-config >/dev/null # as one of the tasks, as their number has to fit the batch
+            "${task[@]}" --print-config 2>&1 >/dev/null | sed 's/^\[rank 0\] //' >&2
     fi
     mkdir -p "${folders[variant]}/logs"
 done

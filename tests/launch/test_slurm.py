@@ -102,6 +102,7 @@ def test_settings_that_the_job_would_end_with_are_not_submitted(tmp_path: Path, 
     command = [SUBMIT, "bert", "pretrain_bert.py", *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ")  # of the one process that checks, not of a rank
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
