@@ -80,9 +80,11 @@ def require_group(process_group: object) -> None:
 def _average_others(group, bucket):  # type: ignore[no-untyped-def]
     """A communication hook that averages gradients of parameters that no optimizer on flat buffers has."""
     others = [g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True) if not is_flat(p)]
-    works = [dist.all_reduce(gradient.div_(group.size()), group=group, async_op=True) for gradient in others]
-    for work in works:
-        work.wait()
+    if others:
+        mean = torch.cat([gradient.reshape(-1) for gradient in others]).div_(group.size())
+        dist.all_reduce(mean, group=group)  # one for all of them
+        for gradient, part in zip(others, mean.split([gradient.numel() for gradient in others]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
