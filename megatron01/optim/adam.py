@@ -21,7 +21,7 @@ from megatron01.comm.transport import TorchTransport
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError, require_decays, require_positive
-from megatron01.optim.flat_parameters import named_parameters
+from megatron01.optim.flat_parameters import named_parameters, require_trainable
 from megatron01.optim.gradients import DeferredNorm, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.loss_scaler import LossScaler, OverflowGuard
@@ -99,7 +99,8 @@ class Adam(TakesSchedule):
         fused_adam: whose kernels compute the step.
 
     Raises:
-        UserError: if a group's settings are out of range, or ``fused_adam`` asks for apex, which does not work here.
+        UserError: if a group's settings are out of range, ``fused_adam`` asks for apex, which does not work here, or
+            parameters are not as ``require_trainable`` says.
     """
 
     def __init__(
@@ -141,15 +142,13 @@ class Adam(TakesSchedule):
         for group in groups:
             check_group(group, schedule.peak_lr)
             master_groups.append({"params": [], **{key: group[key] for key in ("weight_decay", "lr_scale")}})
-        for parameter in named_parameters(groups):
-            name, weight = parameter.name, parameter.tensor
-            if name in self._weights:
-                raise UserError(f"two parameters are called {name}; give each a name of its own")
-            if weight.requires_grad:
-                self._weights[name] = weight
-                is_master = weight.dtype == torch.float32
-                self._masters[name] = weight if is_master else torch.nn.Parameter(weight.detach().float())
-                master_groups[parameter.group]["params"].append(self._masters[name])
+        parameters = [parameter for parameter in named_parameters(groups) if parameter.tensor.requires_grad]
+        require_trainable(parameters)
+        for parameter in parameters:
+            self._weights[parameter.name] = weight = parameter.tensor
+            master = weight if weight.dtype == torch.float32 else torch.nn.Parameter(weight.detach().float())
+            self._masters[parameter.name] = master
+            master_groups[parameter.group]["params"].append(master)
         own_groups = [group for group in master_groups if group["params"]]
         self._agreement = (
             [(name, tuple(weight.shape), str(weight.dtype)) for name, weight in self._weights.items()],

@@ -117,12 +117,14 @@ class FlatParameters:
         samples_weights: see ``mark_weights``; comparing the sample is a host sync on GPUs.
 
     Raises:
-        UserError: no parameters, two of one name or that share memory, parameters on several devices, of a type other
-            than fp32, bf16 or fp16, or whose elements overlap or leave gaps in memory.
+        UserError: see ``require_trainable``; or parameters that share memory, or whose elements overlap or leave gaps.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter], block_size: int) -> None:
-        _check(parameters, block_size)
+        if block_size < 32 or block_size & (block_size - 1):
+            raise UserError(f"block_size is {block_size}; expected a power of two of at least 32")
+        require_trainable(parameters)
+        _require_flat(parameters)
         self.parameters = sorted(parameters, key=lambda p: (DTYPES.index(p.tensor.dtype), p.group))
         self.tensors = [p.tensor for p in self.parameters]
         self.device = self.tensors[0].device
@@ -658,9 +660,13 @@ def _check_gradient(parameter: NamedParameter, gradient: Tensor) -> None:
         )
 
 
-def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
-    if block_size < 32 or block_size & (block_size - 1):
-        raise UserError(f"block_size is {block_size}; expected a power of two of at least 32")
+def require_trainable(parameters: Sequence[NamedParameter]) -> None:
+    """Check what every optimizer needs of the parameters that require a gradient.
+
+    Raises:
+        UserError: no parameters, two of one name, parameters on several devices or without memory, sharded ones, or
+            those of a type other than fp32, bf16 or fp16.
+    """
     if sum(p.tensor.numel() for p in parameters) == 0:
         raise UserError("the optimizer got no parameters that require a gradient; expected at least one element")
     names: set[str] = set()
@@ -686,13 +692,19 @@ def _check(parameters: Sequence[NamedParameter], block_size: int) -> None:
             raise UserError(
                 f"parameter {parameter.name} is on meta, without memory; expected weights (.to_empty, then load)"
             )
+        if parameter.name in names:
+            raise UserError(f"two parameters are called {parameter.name}; give each a name of its own")
+        names.add(parameter.name)
+
+
+def _require_flat(parameters: Sequence[NamedParameter]) -> None:
+    """Check that weights can be moved to a flat buffer: none has gaps, and no two share memory."""
+    for parameter in parameters:
+        tensor = parameter.tensor
         if tensor.dim() and not tensor.permute(_by_stride(tensor)).is_contiguous():
             raise UserError(
                 f"parameter {parameter.name} has gaps or overlaps in memory; call .contiguous() on it first"
             )
-        if parameter.name in names:
-            raise UserError(f"two parameters are called {parameter.name}; give each a name of its own")
-        names.add(parameter.name)
     placed = sorted((p for p in parameters if p.tensor.numel()), key=lambda p: p.tensor.data_ptr())
     for one, other in pairwise(placed):  # each would overwrite the other's weights
         if one.tensor.data_ptr() + one.tensor.nbytes > other.tensor.data_ptr():

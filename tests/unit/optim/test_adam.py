@@ -153,6 +153,20 @@ def test_two_parameters_of_one_name_are_refused() -> None:
         Adam([("a", torch.nn.Parameter(torch.ones(1))) for _ in range(2)], 0.1)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ([torch.ones(1, dtype=torch.float64)], "parameter 0 is torch.float64; expected float32, bfloat16 or float16"),
+        ([torch.ones(1, dtype=torch.complex64)], "parameter 0 is torch.complex64; expected float32"),
+        ([torch.ones(1), torch.ones(1, device="meta")], "parameter 1 is on meta but 0 on cpu; expected all on one"),
+        ([torch.ones(0)], "got no parameters that require a gradient"),
+    ],
+)
+def test_parameters_that_it_cannot_train_are_refused(parameters: list[torch.Tensor], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Adam(map(torch.nn.Parameter, parameters), 0.1)
+
+
 def test_it_is_told_that_a_topology_is_no_group() -> None:
     with pytest.raises(UserError, match="is a Topology; expected a ProcessGroup"):
         Adam([torch.nn.Parameter(torch.ones(1))], 0.1, process_group=Topology.flat())  # type: ignore[arg-type]
