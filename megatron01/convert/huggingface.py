@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, Precision
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_json, write_tokenizer
-from megatron01.convert.portable import PortableModel, non_finite, refuse_non_finite, with_rows
+from megatron01.convert.portable import PortableModel, non_finite, refuse_non_finite, require_plain, with_rows
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
@@ -268,8 +268,8 @@ def hf_tensors(weights: Mapping[str, Tensor], config: Config, vocab_size: int) -
 def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None = None) -> dict[str, Tensor]:
     """Weights by megatron01's names from a state dict of transformers, of any release, or of a GPT-2 without its head.
 
-    Raises UserError if a tensor is missing or unexpected, if tensors that are tied here differ there, or if there are
-    not ``vocab_size`` rows of the vocabulary (None: any number).
+    Raises UserError if a tensor is missing, unexpected or quantized, if tensors that are tied here differ there, or if
+    there are not ``vocab_size`` rows of the vocabulary (None: any number).
     """
     if config.num_layers > len(state):  # before names for so many layers are built
         raise UserError(f"the config says {config.num_layers} layers, but there are {len(state)} Hugging Face weights")
@@ -281,6 +281,7 @@ def from_hf(state: Mapping[str, Tensor], config: Config, vocab_size: int | None 
         elif not name.startswith(("transformer.", "lm_head.")):  # published GPT-2 files are without the head
             name = f"transformer.{name}"
         if not name.endswith(_BUFFERS):
+            require_plain(name, tensor, "the Hugging Face weights")
             left[name] = tensor
     for name, original in _ARCHITECTURES[_model_type(config)].tied.items():
         copy = left.pop(name, None)
@@ -376,7 +377,7 @@ def read_hf_folder(path: Path, tokenizer: TokenizerFiles | None = None) -> Porta
     embedding_dropout = entries.get("embd_pdrop", 0.1)
     if isinstance(config, GPTModelConfig) and embedding_dropout != config.hidden_dropout:
         notes.append(
-            f"embd_pdrop is {embedding_dropout} and resid_pdrop {config.hidden_dropout} in {config_file}; models here"
+            f"embd_pdrop is {embedding_dropout!r} and resid_pdrop {config.hidden_dropout} in {config_file}; models here"
             f" have one rate for both, and hidden_dropout becomes {config.hidden_dropout} (trained models compute the"
             " same; training on differs after the embedding)"
         )

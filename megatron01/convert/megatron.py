@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
-from megatron01.convert.portable import GIVE_ONE, PortableModel, refuse_non_finite, vocabulary_rows
+from megatron01.convert.portable import GIVE_ONE, PortableModel, refuse_non_finite, require_plain, vocabulary_rows
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
@@ -92,6 +92,7 @@ def _renamed(model: Mapping[str, Any], source: str) -> dict[str, Tensor]:
                 f"{source} holds {name}, which BERT and GPT-2 as they are here do not have; expected one of these two"
                 " models of Megatron-LM"
             )
+        require_plain(ours, tensor, source)
         renamed[ours] = tensor
     return renamed
 
@@ -177,13 +178,19 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
         raise UserError(f"{source} holds dictionaries that are nested too deeply; it is damaged") from error
     config = _config(args, is_bert="lm_head.dense.weight" in ranks[0], source=source)
     weights = _joined(ranks, config, version=version, source=source)
+    rows, multiple = vocabulary_rows(weights), getattr(args, "make_vocab_size_divisible_by", None)
+    if multiple is not None and multiple > rows:
+        raise UserError(
+            f"{source} has make_vocab_size_divisible_by {multiple} in its args, but {rows} rows of word embeddings;"
+            " expected a multiple of it"
+        )
     if not isinstance(config, BertModelConfig):
         weights.pop("lm_head.bias", None)
     files = tokenizer or _tokenizer_files(args, source)
     model = PortableModel(
         source=source,
         config=config,
-        vocab_size=vocabulary_rows(weights),
+        vocab_size=rows,
         weights=weights,
         tokenizer=files,
         notes=_notes(args, is_bert=isinstance(config, BertModelConfig)),
@@ -249,6 +256,13 @@ def _number(args: argparse.Namespace, name: str, source: str) -> int:
     return value
 
 
+def _real(args: argparse.Namespace, name: str, source: str) -> float:
+    value = getattr(args, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 2**63:  # NaN included
+        raise UserError(f"{source} has {name} {value!r} in its args; expected a number")
+    return float(value)
+
+
 def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModelConfig | BertModelConfig:
     heads, hidden = _number(args, "num_attention_heads", source), _number(args, "hidden_size", source)
     head_size = getattr(args, "kv_channels", None)
@@ -258,13 +272,13 @@ def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModel
     if getattr(args, "ffn_hidden_size", None) is not None:
         whole.append("ffn_hidden_size")
     shape: dict[str, Any] = {name: _number(args, name, source) for name in whole}
-    epsilon = getattr(args, "layernorm_epsilon", getattr(args, "norm_epsilon", 1e-5))
-    if not isinstance(epsilon, float):
-        raise UserError(f"{source} has layernorm_epsilon {epsilon!r} in its args; expected a positive number")
-    shape["layernorm_epsilon"] = epsilon
-    for name in ("init_method_std", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by"):
-        if isinstance(getattr(args, name, None), (int, float)):
-            shape[name] = getattr(args, name)
+    epsilon = "layernorm_epsilon" if hasattr(args, "layernorm_epsilon") else "norm_epsilon"
+    shape["layernorm_epsilon"] = _real(args, epsilon, source) if hasattr(args, epsilon) else 1e-5
+    for name in ("init_method_std", "hidden_dropout", "attention_dropout"):
+        if getattr(args, name, None) is not None:
+            shape[name] = _real(args, name, source)
+    if getattr(args, "make_vocab_size_divisible_by", None) is not None:
+        shape["make_vocab_size_divisible_by"] = _number(args, "make_vocab_size_divisible_by", source)
     return BertModelConfig(**shape, norm_placement="pre") if is_bert else GPTModelConfig(**shape)
 
 

@@ -15,10 +15,14 @@ from megatron01.errors import UserError
 from megatron01.models.base import WORD_EMBEDDINGS, padded_vocab_size
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
+from megatron01.utils.formatting import one_line
+from megatron01.utils.precision import dtype_name
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")  # the weights with one row for each id of the vocabulary
 
 GIVE_ONE = "give --tokenizer-type and its files (--vocab-file, --merge-file, --tokenizer-model)"
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of weights that are read
 
 _MOST_PADDING = 1024  # rows: Megatron-LM pads to a multiple of 128 times the tensor-parallel size
 
@@ -83,13 +87,19 @@ class PortableModel:
     def without_weights(self) -> GPT2 | Bert:
         """A model of this shape on the meta device; checks the weights' names and shapes.
 
-        Raises UserError if one of ``weights`` is missing, unexpected or of another shape.
+        Raises UserError if one of ``weights`` is missing, unexpected or of another shape, or if no such model can be.
         """
         layers = self.config.num_layers
         if layers > len(self.weights):  # before so many are built
             raise UserError(f"{self.source} says num_layers {layers}, but holds {len(self.weights)} tensors")
-        with torch.device("meta"):
-            model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
+        try:
+            with torch.device("meta"):
+                model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
+        except (RuntimeError, TypeError) as error:  # beyond what torch can count
+            raise UserError(
+                f"{self.source} says sizes of a model that cannot be built ({one_line(error, 100)}); expected those of"
+                " its weights"
+            ) from error
         num_rows = vocabulary_rows(self.weights)
         expected = {
             name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else parameter.shape
@@ -122,6 +132,16 @@ def check_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int
     """Check names and shapes of tensors. Raises UserError naming the first that is missing, unexpected or differs."""
     if difference := first_difference({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected):
         raise UserError(f"{source} is of another model: {difference}")
+
+
+def require_plain(name: str, tensor: Tensor, source: str) -> None:
+    """Raises UserError if a weight is no dense tensor of floats: integers, say, lack the scales they go with."""
+    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested
+    if not is_dense or tensor.dtype not in _DTYPES:
+        raise UserError(
+            f"{name} in {source} is {dtype_name(tensor.dtype)} ({tensor.layout} on {tensor.device.type}); expected a"
+            " dense tensor of fp32, bf16, fp16 or fp64, so convert quantized or distributed weights to that first"
+        )
 
 
 def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:

@@ -237,6 +237,14 @@ def test_more_layers_than_weights(gpt_folder, tmp_path):
         read_hf_folder(folder)
 
 
+def test_a_width_that_no_tensor_has(gpt_folder, tmp_path):
+    folder = copy(gpt_folder, tmp_path / "wide")
+    entries = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(entries | {"n_embd": 10**9}))
+    with pytest.raises(UserError, match="wide says sizes of a model that cannot be built"):
+        read_hf_folder(folder)
+
+
 def copy(folder: Path, target: Path) -> Path:
     shutil.copytree(folder, target)
     return target
@@ -378,3 +386,6 @@ def test_a_dropout_of_its_own_behind_the_embedding_is_named(gpt_folder, tmp_path
     assert model.config.hidden_dropout == 0.2
     (note,) = model.notes
     assert note.startswith(f"embd_pdrop is 0.0 and resid_pdrop 0.2 in {config}; models here have one rate")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"embd_pdrop": "a\nb"}))
+    (note,) = read_hf_folder(tmp_path / "other").notes
+    assert note.startswith("embd_pdrop is 'a\\nb' and")

@@ -140,3 +140,23 @@ def test_tensors_of_a_wrong_shape_are_named():
     exported["transformer.h.1.attn.c_attn.weight"] = torch.zeros(24, 71)
     with pytest.raises(UserError, match=r"h.1.attn.c_attn.weight has shape \[24, 71\]"):
         from_hf(exported, config)
+
+
+@pytest.mark.parametrize(
+    ("other", "found"),
+    [
+        (torch.Tensor.long, "int64"),
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), "float8_e4m3fn"),
+        (torch.Tensor.to_sparse, "torch.sparse_coo"),
+        (lambda tensor: tensor.to("meta"), "float32 .* on meta"),
+    ],
+)
+def test_tensors_that_are_no_plain_numbers_are_named(other, found):
+    """Integers, say, are quantized weights: without their scales they are other weights."""
+    config = gpt_config()
+    exported = to_hf(GPT2(config, 53).state_dict(), config, 53)
+    exported["transformer.h.0.attn.bias"] = torch.ones(4, 4, dtype=torch.bool)  # a buffer of old files
+    from_hf(exported, config)
+    exported["transformer.h.1.mlp.c_fc.weight"] = other(exported["transformer.h.1.mlp.c_fc.weight"])
+    with pytest.raises(UserError, match=rf"h.1.mlp.c_fc.weight in the Hugging Face weights is .*{found}.*; expected"):
+        from_hf(exported, config)

@@ -235,6 +235,11 @@ def test_one_file_or_a_release(gpt, tmp_path):
         ("num_attention_heads", 0),
         ("layernorm_epsilon", None),
         ("layernorm_epsilon", "1e-5"),
+        ("layernorm_epsilon", float("inf")),
+        ("init_method_std", float("inf")),
+        ("hidden_dropout", "0.1"),
+        ("make_vocab_size_divisible_by", 2.5),
+        ("make_vocab_size_divisible_by", 10**9),  # in place of allocating so many rows
         ("tensor_model_parallel_size", 2),
         ("pipeline_model_parallel_size", 2),
     ],
@@ -259,6 +264,13 @@ def test_what_is_not_here_is_refused_by_name(name, value, gpt, tmp_path):
         (lambda state: state["model"].update(lm_head={"dense.weight": torch.zeros(2)}), "is of another model"),
         (lambda state: state["args"].__dict__.update(num_layers=3), "lacks transformer.layers.2"),
         (lambda state: state["args"].__dict__.update(num_layers=10**12), "num_layers 1000000000000, but holds"),
+        (lambda state: state["args"].__dict__.update(max_position_embeddings=2**63), "sizes of a model that cannot be"),
+        (
+            lambda state: state["model"]["language_model"]["transformer"].update(
+                {"final_layernorm.weight": torch.ones(32, dtype=torch.int8)}
+            ),
+            "transformer.final_norm.weight in .* is int8",
+        ),
         (lambda state: [state["model"].clear(), state["model"].update(model=state["model"])], "nested too deeply"),
         (lambda state: state["args"].__dict__.update(num_attention_heads=1), None),
         (lambda state: state["args"].__dict__.update(vocab_file="/none/vocab.json"), "give --tokenizer-type"),
