@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from tokenize import TokenError  # of numpy, which reads the header of an array as Python
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ def _load(entry: Path, text: str) -> Arrays | None:
                 raise ValueError(f"{name}.npy does not match its digest")
             arrays[name] = array
         return arrays
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, TokenError) as error:
         refuse_too_many_open_files(error, entry)
         logger.warning("the sample index %s is damaged (%s) and is built again", entry, error)
         return None

@@ -50,7 +50,7 @@ def test_an_index_beyond_memory_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.npy", "b.npy", "index.json"])
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "missing", "nested"])
+@pytest.mark.parametrize("damage", ["cut", "flip", "unclosed", "empty", "missing", "nested"])
 def test_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) -> None:
     build = Builder()
     load(tmp_path, build)
@@ -62,6 +62,8 @@ def test_damaged_entry_is_built_again(tmp_path: Path, name: str, damage: str) ->
     elif damage == "flip":
         content[-2] ^= 1
         path.write_bytes(content)
+    elif damage == "unclosed":  # the header of an array, which numpy reads as Python
+        path.write_bytes(content.replace(b"}", b" "))
     elif damage == "empty":
         path.write_bytes(b"")
     elif damage == "nested":
