@@ -162,7 +162,8 @@ class _BertSplits(SplitBuilder):
         }[data.objective]
 
     def check(self, files: TokenFiles) -> None:
-        if self._min_sentences > 1 and len(files) <= files.num_documents:
+        has_pairs = len(files) > files.num_documents or (np.diff(files.documents) > 1).any()  # beside empty documents
+        if self._min_sentences > 1 and not has_pairs:
             raise UserError(
                 f"{files.prefix} has {len(files)} sequences in {files.num_documents} documents, so no pairs of"
                 " sentences; preprocess the text with split_sentences or set objective to none"

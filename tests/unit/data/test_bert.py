@@ -163,6 +163,8 @@ def test_unusable_data(
     with pytest.raises(UserError, match="no pairs of sentences; preprocess the text with split_sentences"):
         build(unsplit, bert_tokenizer)
     assert len(build(replace(unsplit, objective="none"), bert_tokenizer)) >= 300
+    empty = replace(config, data_path=(write_pair([[], [[5], [6]], [], []], name="empty"),), split="1")
+    assert len(build(empty, bert_tokenizer)) >= 300  # of the one document that has sentences
     single = replace(config, data_path=(write_pair([[[5], [6]]], name="single"),), split="1")
     assert len(build(single, bert_tokenizer)) >= 300
     with pytest.raises(UserError, match=r"train split .* has no usable text; expected two documents"):
