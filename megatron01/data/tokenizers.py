@@ -313,7 +313,9 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
         definition["model"]["dropout"] = None
     try:
         backend = Backend.from_str(json.dumps(definition))
-    except Exception as error:  # the library raises nothing more precise
+    except BaseException as error:  # the library raises nothing more precise; a panic of its Rust code is no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise UserError(
             f"{path} is not a tokenizer.json that tokenizers {metadata.version('tokenizers')} can read: {error}"
         ) from error

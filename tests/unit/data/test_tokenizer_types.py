@@ -228,6 +228,11 @@ def test_ids_may_have_gaps(tmp_path: Path) -> None:
         ('{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "empty vocabulary"),
         ('{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}', "can read"),
         ('{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "can read"),
+        (  # the library panics
+            '{"model": {"type": "BPE", "continuing_subword_prefix": "##", "vocab": {"a": 0, "b": 1, "ab": 2},'
+            ' "merges": ["a b"]}}',
+            "can read",
+        ),
     ],
 )
 def test_unusable_tokenizer_json(tmp_path: Path, content: str | bytes, reason: str) -> None:
