@@ -156,9 +156,11 @@ def verify(prefix: str) -> list[str]:
     vocab_size = origin["tokenizer"].get("vocab_size")
     if isinstance(vocab_size, int) and most >= vocab_size:
         raise UserError(f"{bin_path(prefix)} holds the token id {most}, but its vocabulary has {vocab_size}")
-    if "content" in origin:
-        return [*lines, f"agrees with {name}, to the last byte"]
-    return [*lines, f"agrees with the counts in {name}, which records no checksums"]
+    if "content" not in origin:
+        return [*lines, f"agrees with the counts in {name}, which records no checksums"]
+    if not isinstance(origin["content"], dict) or not content.keys() <= origin["content"].keys():
+        raise UserError(f"{origin_path(prefix)} is damaged (it lacks a checksum); {advice}")
+    return [*lines, f"agrees with {name}, to the last byte"]
 
 
 def inspect(prefix: str, *, tokenizer: Tokenizer | None, documents: int, tokens: int) -> list[str]:

@@ -143,6 +143,10 @@ def test_verification(write_pair: Callable[..., str]) -> None:
     assert lines[0] == "2 documents, 3 sequences, 5 tokens, ids 1 to 4999"
     assert lines[-1] == "agrees with corpus.json, to the last byte"
     origin = note(prefix)
+    for content in ({}, "x", {"tokens_crc32": origin["content"]["tokens_crc32"]}):  # a damaged record
+        origin_path(prefix).write_text(json.dumps(origin | {"content": content}))
+        with pytest.raises(UserError, match=r"corpus\.json is damaged \(it lacks a checksum\)"):
+            verify(prefix)
     del origin["content"]
     origin_path(prefix).write_text(json.dumps(origin))
     assert "records no checksums" in verify(prefix)[-1]
