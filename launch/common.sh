@@ -31,6 +31,23 @@ if [ -n "${INTERFACE:-}" ]; then
     export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
 fi
 
+# require_whole LEAST NAME VALUE ...: end if a value is no whole number of at least LEAST.
+require_whole() {
+    local least=$1
+    shift
+    while [ $# -gt 0 ]; do
+        [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && [ "$2" -ge "$least" ] ||
+            fail "$1 is '$2'; expected a whole number of at least $least"
+        shift 2
+    done
+}
+
+# require_script SCRIPT: end if it is no file, and not an option of Python such as -m.
+require_script() {
+    case $1 in -*) return ;; esac
+    [ -f "$1" ] || fail "there is no file $1; expected pretrain_gpt.py or pretrain_bert.py (or: pretrain gpt, pretrain bert)"
+}
+
 # refuse_flags "FLAG ..." REASON ARGUMENTS...: end if one of the flags, which the script gives itself, is an argument.
 refuse_flags() {
     local flag argument

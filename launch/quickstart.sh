@@ -7,6 +7,7 @@
 set -euo pipefail
 source "$(dirname "$0")/common.sh"
 replicas=${REPLICAS:-2}
+require_whole 1 REPLICAS "$replicas"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 sample=("$PYTHON" -m megatron01 data sample)

@@ -24,6 +24,9 @@ source "$(dirname "$0")/common.sh"
 refuse_load "$@"
 nodes=${NODES:-1}
 replicas=${REPLICAS:-$(replicas_of_this_machine)}
+restarts=${MAX_RESTARTS:-3} shutdown=${SHUTDOWN:-120}
+require_whole 1 NODES "$nodes" REPLICAS "$replicas"
+require_whole 0 MAX_RESTARTS "$restarts" SHUTDOWN "$shutdown"
 command=(torchrun --nnodes "$nodes" --nproc-per-node "$replicas")
 check=("${command[@]}")
 if [ "$nodes" -gt 1 ]; then
@@ -34,6 +37,7 @@ if [ "$nodes" -gt 1 ]; then
     # on a separate port: machines leave the check at slightly different times
     host=${RENDEZVOUS%:*} port=29400
     [ "$host" = "$RENDEZVOUS" ] || port=${RENDEZVOUS##*:}
+    require_whole 1 "the port of RENDEZVOUS" "$port"
     check+=(--rdzv-backend c10d --rdzv-endpoint "$host:$((port + 1))" --rdzv-id "${JOB:-megatron01}_doctor")
 else
     command+=(--standalone)
@@ -41,8 +45,8 @@ else
 fi
 check+=(-m megatron01 doctor)
 # Forward the signals that request a checkpoint (torchrun omits SIGUSR1 by default), and allow time to write it.
-command+=(--max-restarts "${MAX_RESTARTS:-3}" --monitor-interval 1
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "${SHUTDOWN:-120}")
+command+=(--max-restarts "$restarts" --monitor-interval 1
+    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "$shutdown")
 command+=("$@" --load auto)
 if [ ${#dry_run[@]} -gt 0 ]; then
     [ "$doctor" = no ] || show "${check[@]}"
@@ -52,6 +56,7 @@ fi
 if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun would retry until its time-out
     fail "RENDEZVOUS names $host, a host that $(hostname) cannot find; give HOST:PORT of one of the machines"
 fi
+require_script "$1"
 command -v torchrun >/dev/null || fail "no torchrun on this machine; activate the environment: source .venv/bin/activate"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$doctor" = yes ] && ! "${check[@]}"; then

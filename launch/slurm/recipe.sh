@@ -32,12 +32,10 @@ bert_base | bert_large) script=("${bert[@]}") config=configs/bert/${model#bert_}
 gpt2_117m | gpt2_345m) script=("${gpt[@]}") config=configs/gpt2/${model#gpt2_}.yaml second= ;;
 *) fail "no recipe $model; expected bert_base, bert_large, gpt2_117m or gpt2_345m" ;;
 esac
-for optimizer in $optimizers; do
-    [ -f "$configs/optimizer/$optimizer.yaml" ] ||
-        fail "no optimizer $optimizer; expected one of $(cd "$configs/optimizer" && echo *.yaml | sed 's/\.yaml//g')"
-done
+[ -n "${optimizers// /}" ] || fail "no optimizer; expected a file of configs/optimizer, such as zero_one_adam"
 
 # The recipes' micro-batches fit 8 GPUs; on more, each takes its share of the same batch, in one piece if that is smaller.
+require_whole 1 NODES "${NODES:-16}" TASKS_PER_NODE "${TASKS_PER_NODE:-8}"
 replicas=$((${NODES:-16} * ${TASKS_PER_NODE:-8}))
 setting() { sed -n "s/^  $1: *\([0-9]*\).*/\1/p" "$configs/../$2"; }
 share=$(($(setting global_batch_size "$config") / replicas))

@@ -44,7 +44,8 @@ script=$2
 shift 2
 [ "$script" != pretrain ] || set -- megatron01 pretrain "$@"
 [ "$script" != pretrain ] || script=-m
-[[ $NAME =~ ^[A-Za-z0-9._-]+$ ]] || fail "the name is '$NAME'; expected letters, digits, '.', '_' and '-'"
+[[ $NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
+    fail "the name is '$NAME'; expected letters, digits, '.', '_' and '-', and no '.' or '-' as the first"
 [ "$script" = -m ] || [ -f "$script" ] ||
     fail "there is no $PWD/$script; expected pretrain_bert.py or pretrain_gpt.py (or: pretrain bert, pretrain gpt)"
 
@@ -55,11 +56,20 @@ refuse_load "$@"
 tasks=${TASKS_PER_NODE:-8}
 gpus=${GPUS_PER_NODE:-$tasks}
 read -r -a variants <<<"${VARIANTS:-}"
+shipped=$here/../../configs/optimizer seen=" "
+for variant in "${variants[@]}"; do
+    [[ $variant != */* && (-f configs/optimizer/$variant.yaml || -f $shipped/$variant.yaml) ]] ||
+        fail "no optimizer $variant; expected one of $(cd "$shipped" && echo *.yaml | sed 's/\.yaml//g')"
+    [[ $seen != *" $variant "* ]] || fail "VARIANTS names $variant twice; give each once"
+    seen+="$variant "
+done
 prologue=${PROLOGUE:-}
 if [ -n "$prologue" ]; then
     [ -f "$prologue" ] || fail "PROLOGUE is $prologue, which is no file; expected one of shell commands for the start of a job"
     prologue=$(realpath "$prologue")
 fi
+require_whole 1 NODES "${NODES:-16}" TASKS_PER_NODE "$tasks" CPUS_PER_TASK "${CPUS_PER_TASK:-8}" ARRAY_LIMIT "${ARRAY_LIMIT:-1}"
+require_whole 0 WARNING "${WARNING:-300}" MAX_FAULTS "${MAX_FAULTS:-3}"
 export PYTHON MAX_FAULTS=${MAX_FAULTS:-3} DOCTOR=$doctor VARIANTS="${variants[*]}" CPUS_PER_TASK=${CPUS_PER_TASK:-8}
 export SRUN_OPTIONS=${SRUN_OPTIONS:-} CONTAINER=${CONTAINER:-} PROLOGUE=$prologue
 

@@ -76,12 +76,28 @@ def test_a_host_file_says_where(tmp_path: Path) -> None:
         (["x.py"], {"HOSTS": "/no/such/file"}, "there is no file /no/such/file"),
         (["x.py"], {"HOSTS": "/dev/null"}, "there is no file /dev/null"),
         (["x.py"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
+        (["--dry-run", "x.py"], {"REPLICAS": "all"}, "REPLICAS is 'all'; expected a whole number of at least 1"),
+        (["x.py"], {"MAX_RESTARTS": "many"}, "MAX_RESTARTS is 'many'; expected a whole number of at least 0"),
+        (["x.py"], {}, "there is no file x.py"),
         (["x.py", "--load=a", "--load", "auto"], {}, "--load=a is overridden by this script, which gives --load auto"),
     ],
 )
 def test_what_is_missing_is_said(arguments: list[str], variables: dict[str, str], expected: str) -> None:
     done = start(*arguments, **variables)
     assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "replicas"), [("a slots = 4\nb slots=2 # all\n", "6"), ("a\nb slots=all\n", "all"), ("a slots=\n", "")]
+)
+def test_the_slots_of_a_host_file_are_numbers(tmp_path: Path, slots: str, replicas: str) -> None:
+    (tmp_path / "hosts.txt").write_text(slots)
+    done = start("--dry-run", "x.py", HOSTS=str(tmp_path / "hosts.txt"))
+    if replicas.isdigit():
+        assert done.returncode == 0 and f" -n {replicas} " in done.stdout
+    else:
+        expected = f"slots of a machine in {tmp_path}/hosts.txt is '{replicas}'; expected a whole number of at least 1"
+        assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
 
 
 FAKE = """#!/bin/sh

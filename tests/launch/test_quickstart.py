@@ -63,6 +63,13 @@ def test_a_dry_run_shows_the_commands_and_starts_nothing(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
+def test_the_number_of_replicas_is_a_number(tmp_path: Path) -> None:
+    command = [ROOT / "launch" / "quickstart.sh"]
+    environment = os.environ | {"PYTHON": "false", "REPLICAS": "two"}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == "error: REPLICAS is 'two'; expected a whole number of at least 1\n"
+
+
 @pytest.mark.slow
 def test_it_prepares_trains_both_models_and_goes_on_when_run_again(checkout: Path) -> None:
     output = quickstart(checkout)

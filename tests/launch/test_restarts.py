@@ -92,6 +92,11 @@ def test_the_doctor_comes_first_and_meets_elsewhere():
         (["pretrain_gpt.py"], {"NODES": "2"}, "RENDEZVOUS is not set"),
         (["x.py"], {"NODES": "2", "RENDEZVOUS": "no.such.host.invalid:1"}, "RENDEZVOUS names no.such.host.invalid, a"),
         (["x.py"], {"DOCTOR": "maybe"}, "DOCTOR is maybe; expected yes or no"),
+        (["--dry-run", "x.py"], {"NODES": "2x"}, "NODES is '2x'; expected a whole number of at least 1"),
+        (["--dry-run", "x.py"], {"REPLICAS": "0"}, "REPLICAS is '0'; expected a whole number of at least 1"),
+        (["--dry-run", "x.py"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1'; expected a whole number of at least 0"),
+        (["--dry-run", "x.py"], {"NODES": "2", "RENDEZVOUS": "a:b"}, "the port of RENDEZVOUS is 'b'; expected a whole"),
+        (["x.py"], {}, "there is no file x.py"),
         (
             ["x.py", "--load", "a"],
             {},
