@@ -154,6 +154,8 @@ class Setting:
         names = self.metadata.get("names", ())
         if names and text not in names and "." not in text:
             raise UserError(problem + nearest(text, names))
+        if "\0" in text:  # what no path has, nor an argument of a program
+            raise UserError(problem)
         return wanted(text)
 
 

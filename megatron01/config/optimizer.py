@@ -28,6 +28,11 @@ def default_bucket_elements(num_elements: int, *, on_gpu: bool, of_steps: bool =
     return min(max(at_least, -(-num_elements // buckets) + rounded), at_most)
 
 
+_PowerOfTwo = Annotated[
+    int, Bounds(lambda value: value in [1 << power for power in range(5, 31)], "a power of two from 32 to 2**30")
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Bounded):
     """Optimizer, learning-rate schedule and the 1-bit exchange."""
@@ -48,7 +53,8 @@ class OptimizerConfig(Bounded):
     lr_decay_style: LRDecayStyle = "linear"
     """Shape of the decay after the warm-up."""
     lr_decay_iters: Positive[int] | None = None
-    """Step at which the decay ends; train_iters when not given."""
+    """linear, cosine, WSD: step at which the decay ends, train_iters when not given. With any style,
+    lr_warmup_fraction is a fraction of it."""
     lr_warmup_iters: NotNegative[int] | None = None
     """Steps of linear warm-up; 0 when neither this nor the fraction is given."""
     lr_warmup_fraction: Below1 | None = None
@@ -104,11 +110,12 @@ class OptimizerConfig(Bounded):
     """zero_one_adam: when replicas synchronize. schedule: intervals grow as the learning rate decays (as published);
     schedule:K: K times as long after the warm-up; every: each step; constant:K; doubling:START,PERIOD."""
     max_sync_interval: Positive[int] = 16
-    """zero_one_adam: largest number of steps between two synchronizations."""
+    """zero_one_adam: largest number of steps between two synchronizations; not with sync_policy constant:K, whose K
+    alone counts."""
     local_scale: Annotated[float, Bounds(lambda value: 0 <= value <= 1, "a number in [0, 1]")] = 0.5
     """zero_one_adam: fraction of its accumulated step that a replica applies to its weights between synchronizations. A
     half estimates the mean step best; 1 as published."""
-    block_size: int = 1024
+    block_size: _PowerOfTwo = 1024
     """Elements of a quantization block, which share one scale; a power of two. Smaller blocks had higher losses."""
     compressor: Literal["one_bit", "none"] = "one_bit"
     """one_bit: signs and a scale per block, with error feedback; none: full precision, for comparison."""
@@ -153,6 +160,11 @@ class OptimizerConfig(Bounded):
             self.lr_warmup_iters is None or self.lr_warmup_fraction is None,
             "lr_warmup_iters and lr_warmup_fraction are both given; take one of them back, with"
             " --lr-warmup-fraction none for instance",
+        )
+        require(
+            self.lr_warmup_init == 0.0 or bool(self.lr_warmup_iters or self.lr_warmup_fraction),
+            f"lr_warmup_init is {self.lr_warmup_init}, but there is no warm-up; give --lr-warmup-iters or"
+            " --lr-warmup-fraction as well",
         )
 
     def bucket_size(self, num_elements: int, *, on_gpu: bool, of_steps: bool = False) -> int:

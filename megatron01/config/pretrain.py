@@ -15,6 +15,8 @@ from megatron01.errors import UserError, require
 Precision = Literal["fp32", "bf16", "fp16"]
 Recomputation = Literal["none", "full", "selective"]
 _UpToAYear = Annotated[float, Bounds(lambda value: 0 < value <= 525600, "a positive number, at most 525600 (a year)")]
+_UpTo10to8 = Annotated[int, Bounds(lambda value: 0 < value <= 10**8, "a positive number, at most 100000000")]
+_Layers = Annotated[int, Bounds(lambda value: 0 < value <= 10**4, "a positive number, at most 10000")]
 _Above1 = Annotated[float, Bounds(lambda value: value > 1, "a factor above 1, or none")]
 
 
@@ -22,15 +24,15 @@ _Above1 = Annotated[float, Bounds(lambda value: value > 1, "a factor above 1, or
 class ModelConfig(Bounded):
     """Shape of the transformer."""
 
-    num_layers: Positive[int] = 12
+    num_layers: _Layers = 12
     """Number of transformer layers."""
-    hidden_size: Positive[int] = 768
+    hidden_size: _UpTo10to8 = 768
     """Width of the residual stream."""
     num_attention_heads: Positive[int] = 12
     """Attention heads; must divide the hidden size."""
-    ffn_hidden_size: Positive[int] | None = None
+    ffn_hidden_size: _UpTo10to8 | None = None
     """Width of the MLP's hidden layer; 4 x hidden size when not given."""
-    max_position_embeddings: Positive[int] = 1024
+    max_position_embeddings: _UpTo10to8 = 1024
     """Rows of the learned position table; at least the sequence length."""
     layernorm_epsilon: Positive[float] = 1e-5
     """Added to the variance inside every layer norm."""
@@ -40,7 +42,7 @@ class ModelConfig(Bounded):
     """Dropout on embeddings and on the output of attention and MLP."""
     attention_dropout: Below1 = 0.1
     """Dropout on attention probabilities."""
-    make_vocab_size_divisible_by: Positive[int] = 128
+    make_vocab_size_divisible_by: _UpTo10to8 = 128
     """The vocabulary is padded to a multiple of this."""
     recompute_activations: Recomputation = "none"
     """Activation recomputation: the backward pass recomputes, to save memory, whole layers from their inputs (full), or
@@ -72,7 +74,7 @@ class GPTModelConfig(ModelConfig):
 class BertModelConfig(ModelConfig):
     """Shape of the BERT encoder."""
 
-    max_position_embeddings: Positive[int] = 512
+    max_position_embeddings: _UpTo10to8 = 512
     layernorm_epsilon: Positive[float] = 1e-12
     norm_placement: Literal["post", "pre"] = "post"
     """Layer norm after each residual sum (original BERT) or before each sublayer (Megatron's BERT)."""
@@ -86,7 +88,7 @@ class TrainingConfig(Bounded):
     """Sequences in one forward and backward pass of one replica."""
     global_batch_size: Positive[int] | None = None
     """Sequences in one step over all replicas; micro_batch_size x replicas when not given."""
-    train_iters: Annotated[int, Bounds(lambda value: 0 < value <= 10**8, "a positive number, at most 100000000")] = 1000
+    train_iters: _UpTo10to8 = 1000
     """Steps to train."""
     exit_duration_in_mins: Positive[float] | None = None
     """Stop after this many minutes, with a checkpoint."""
@@ -226,6 +228,14 @@ class LoggingConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.run_dir), "run_dir is empty; expected a folder")
+        for name, is_given in (
+            ("wandb_name", self.wandb_name is not None),
+            ("wandb_checkpoints", self.wandb_checkpoints),
+        ):
+            require(
+                not is_given or self.wandb_project is not None,
+                f"{name} is given, but not wandb_project; give --wandb-project as well",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,6 +337,10 @@ class PretrainConfig:
         require(
             self.health.on_loss_spike != "roll_back" or self.checkpoint.save is not None,
             "on_loss_spike is roll_back, but no checkpoints are saved; give --save",
+        )
+        require(
+            not self.logging.wandb_checkpoints or self.checkpoint.save is not None,
+            "wandb_checkpoints is set, but no checkpoints are saved; give --save",
         )
         self._check_optimizer()
         self._check_tensor_parallelism()

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer as Backend
 from megatron01.config import DataConfig, TokenizerType
 from megatron01.config.commands import LoadConfig, PreprocessConfig
 from megatron01.errors import UserError, import_optional
-from megatron01.utils.files import read_json_object, shipped
+from megatron01.utils.files import json_object, open_regular, read_json_object, shipped
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,8 @@ def masking_tokens(
 def read_bytes(path: str) -> bytes:
     """The content of a file. Raises UserError if it cannot be read."""
     try:
-        return Path(path).read_bytes()
+        with open_regular(Path(path)) as file:
+            return file.read()
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}; check vocab_file, merge_file and tokenizer_model"
@@ -227,7 +228,7 @@ def build_byte_level_bpe(vocab_file: str, merge_file: str) -> FastTokenizer:
 
     Raises UserError if a file is missing or is not that of a GPT-2 model.
     """
-    vocabulary = read_json_object(Path(vocab_file), expected="the vocab.json of a GPT-2 model")
+    vocabulary = json_object(read_bytes(vocab_file), vocab_file, expected="the vocab.json of a GPT-2 model")
     is_map = all(isinstance(token_id, int) for token_id in vocabulary.values())
     if not is_map or sorted(vocabulary.values()) != list(range(len(vocabulary))):
         raise UserError(f"{vocab_file} does not map tokens to the ids 0 to their number - 1, each once")
@@ -305,7 +306,7 @@ def build_tokenizer_json(tokenizer_model: str) -> FastTokenizer:
     path = Path(tokenizer_model)
     if path.is_dir():
         path = _file_in(path)
-    definition = read_json_object(path, expected="a tokenizer.json of the tokenizers library")
+    definition = json_object(read_bytes(str(path)), str(path), expected="a tokenizer.json of the tokenizers library")
     if not isinstance(definition.get("model"), dict):
         raise UserError(f"{path} has no model; expected a tokenizer.json of the tokenizers library")
     definition |= {"truncation": None, "padding": None, "post_processor": None}

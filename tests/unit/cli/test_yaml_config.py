@@ -92,6 +92,13 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         assert message in str(caught.value)
 
 
+def test_a_text_has_no_null_character(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text('checkpoint: {save: "a\\0b"}\n')
+    with pytest.raises(UserError, match=r"line 1: checkpoint.save is 'a\\x00b'; expected text"):
+        load_yaml(path, Settings(GPTPretrainConfig))
+
+
 def test_control_characters_are_no_yaml() -> None:
     with pytest.raises(UserError, match="not valid YAML"):
         values("work: {title: \x00}")

@@ -232,8 +232,8 @@ def test_weights_that_are_not_finite(gpt_checkpoint, tmp_path):
 def test_more_layers_than_weights(gpt_folder, tmp_path):
     folder = copy(gpt_folder, tmp_path / "deep")
     entries = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(entries | {"n_layer": 10**12}))
-    with pytest.raises(UserError, match="1000000000000 layers, but there are"):
+    (folder / "config.json").write_text(json.dumps(entries | {"n_layer": 10**4}))
+    with pytest.raises(UserError, match="10000 layers, but there are"):
         read_hf_folder(folder)
 
 
