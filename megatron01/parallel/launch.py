@@ -22,6 +22,7 @@ from megatron01.errors import UserError, require
 Launcher = Literal["torchrun", "srun", "mpirun", "single process"]
 
 DEFAULT_PORT = 29500  # torchrun's
+_MOST = 10**6  # numbers of a range of hosts
 _DERIVED_PORTS = range(15000, 30000)  # below the range from which Linux takes the ports of outgoing connections
 
 
@@ -177,10 +178,10 @@ def expand_host_list(hosts: str) -> list[str]:
 def _expand_ranges(ranges: str, item: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
-        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if bounds is None:
+        bounds = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part)
+        first, last = (bounds.group(1), bounds.group(2) or bounds.group(1)) if bounds else ("0", str(_MOST))
+        if int(last) - int(first) >= _MOST:
             raise UserError(f"cannot read the list of hosts {item!r}; expected numbers and ranges in the brackets")
-        first, last = bounds.group(1), bounds.group(2) or bounds.group(1)
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
@@ -189,7 +190,7 @@ def expand_tasks_per_node(counts: str) -> list[int]:
     """Expand SLURM's numbers of tasks per node: ``2(x3),1`` is 2, 2, 2, 1. Raises UserError for any other form."""
     expanded: list[int] = []
     for part in counts.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
         if match is None:
             raise UserError(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}; expected a form such as 2(x3),1")
         expanded += [int(match.group(1))] * int(match.group(2) or 1)

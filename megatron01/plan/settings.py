@@ -15,7 +15,7 @@ from megatron01.cost.cluster import ClusterConfig
 class PlanConfig(Bounded):
     """What is planned for, and how it is shown."""
 
-    replicas: Annotated[int, Bounds(lambda value: value >= 2, "2 or more: one alone sends nothing")] = 8
+    replicas: Annotated[int, Bounds(lambda value: 2 <= value <= 10**6, "2 to 1000000: one alone sends nothing")] = 8
     """Replicas among which the work is shared."""
     json: bool = False
     """Print JSON in place of text."""

@@ -166,7 +166,9 @@ def test_host_lists(hosts: str, expected: list[str]) -> None:
     assert expand_host_list(hosts) == expected
 
 
-@pytest.mark.parametrize("hosts", ["", "node[1-", "node[a-b]", "node1]"])
+@pytest.mark.parametrize(
+    "hosts", ["", "node[1-", "node[a-b]", "node1]", "node[0-999999999999]", f"node[1-{'9' * 5000}]"]
+)
 def test_broken_host_lists(hosts: str) -> None:
     with pytest.raises(UserError, match="list of hosts"):
         expand_host_list(hosts)
@@ -178,9 +180,10 @@ def test_tasks_per_node(runs: list[tuple[int, int]]) -> None:
     assert expand_tasks_per_node(text) == [tasks for tasks, nodes in runs for _ in range(nodes)]
 
 
-def test_broken_tasks_per_node() -> None:
+@pytest.mark.parametrize("counts", ["2(y3)", "2(x99999999999)", "9" * 5000])
+def test_broken_tasks_per_node(counts: str) -> None:
     with pytest.raises(UserError, match="SLURM_STEP_TASKS_PER_NODE"):
-        expand_tasks_per_node("2(y3)")
+        expand_tasks_per_node(counts)
 
 
 def test_restarts_of_torchrun_are_told_apart_where_they_share_a_store() -> None:

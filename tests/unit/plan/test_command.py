@@ -74,7 +74,8 @@ def test_csv_has_every_step(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--replicas", "1"), "replicas is 1; expected 2 or more: one alone sends nothing"),
+        (("--replicas", "1e18"), "replicas is 1000000000000000000; expected 2 to 1000000"),
+        (("--replicas", "1"), "replicas is 1; expected 2 to 1000000: one alone sends nothing"),
         (
             (*SMALL, "--csv", "nowhere/steps.csv"),
             "--csv nowhere/steps.csv cannot be written: No such file or directory",
@@ -112,7 +113,7 @@ def test_a_deepspeed_file_is_read_for_the_replicas_of_the_plan(run: Any, tmp_pat
         *SMALL, "--deepspeed-config", str(path), status=2
     )
     assert run(*SMALL, "--deepspeed-config", str(path), "--replicas", "0", status=2).endswith(
-        "error: replicas is 0; expected 2 or more: one alone sends nothing\n"
+        "error: replicas is 0; expected 2 to 1000000: one alone sends nothing\n"
     )
 
 
