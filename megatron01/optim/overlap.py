@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megatron01.errors import UserError
-from megatron01.optim.flat_parameters import FlatParameters
+from megatron01.optim.flat_parameters import VERSION, FlatParameters
 
 Order = Callable[[list[tuple[int, int]]], Sequence[int]]
 """The order in which buckets, given by their (first, last + 1) blocks, are sent."""
@@ -95,9 +95,19 @@ class EarlyStart:
             self._paused = before
 
     def join(self) -> None:
-        """Make the current stream wait for the stream that sends; called after the backward pass."""
+        """Make the current stream wait for the stream that sends; called after the backward pass.
+
+        Raises:
+            UserError: if gradients have been written to since: those that were sent before would be others.
+        """
         if self._stream is not None:
             torch.cuda.current_stream(self._layout.device).wait_stream(self._stream)
+        if self._next > 0 and self._last is not None and VERSION(self._last) != self._last_version:
+            raise UserError(
+                "gradients were written to between a backward pass, which has started their exchange, and step(), by"
+                " clip_grad_norm_(), a pass inside no_sync(), or a DistributedDataParallel around the model, say; give"
+                " max_grad_norm to clip them, and overlap=False where something else changes them"
+            )
 
     def end_step(self) -> None:
         """Reset after an optimizer step: the next gradient belongs to the next step."""
@@ -105,6 +115,9 @@ class EarlyStart:
         self.opened: Opened | None = None
         self._opened_plan = _Plan([], [], [])
         self._next = 0
+        # views of one buffer share a version: a later write to any of them shows in the gradient that came last
+        self._last: torch.Tensor | None = None
+        self._last_version = 0
         self._missing: list[int] = []
         self._seen = np.zeros(len(self._layout.parameters), bool)
 
@@ -114,7 +127,7 @@ class EarlyStart:
 
     @staticmethod
     @torch._disable_dynamo
-    def _on_gradient(reference: weakref.ref[EarlyStart], index: int, _: torch.Tensor) -> None:
+    def _on_gradient(reference: weakref.ref[EarlyStart], index: int, parameter: torch.Tensor) -> None:
         self = reference()  # weak, as tensors keep their hooks alive
         if self is None or self._paused or not self._layout.has_weights(index):
             return
@@ -150,6 +163,9 @@ class EarlyStart:
                 with torch.cuda.stream(self._stream):
                     self.opened.send(bucket)
             self._next += 1
+        main = getattr(parameter, "main_grad", None)
+        self._last = parameter.grad if main is None else main
+        self._last_version = 0 if self._last is None else VERSION(self._last)
 
     def _require_last_hook(self, index: int) -> None:
         """Check that this hook runs last, so that ``main_grad``, if there is one, includes this gradient."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from megatron01.comm.transport import TorchTransport
 from megatron01.errors import UserError
+from megatron01.integrations import keep_gradients_local
 from megatron01.optim import SGDM, BinSGDM, LossScaler, LRSchedule, OneBitAdam, SoftSignSGD, ZeroOneAdam
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
@@ -326,3 +327,48 @@ def hook_after_attach(rank: int, size: int) -> str:
 def test_a_hook_that_collects_gradients_must_come_before_attach() -> None:
     for message in run_ranks(hook_after_attach, 2):
         assert "has a main_grad, and a hook that was registered after optimizer.attach()" in message
+
+
+def clip(model: nn.Module, module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def accumulate(model: nn.Module, module: nn.Module) -> None:
+    module(torch.arange(18).view(2, 9), -1).backward()
+
+
+def only_read(model: nn.Module, module: nn.Module) -> None:
+    nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def written_to(
+    rank: int, size: int, name: str, overlap: bool, write: Callable[[nn.Module, nn.Module], None], wrapped: bool
+) -> str | None:
+    """The error message where gradients are written to after the backward pass."""
+    kind, options = OPTIMIZERS[name]
+    model = Model()
+    del model.unused
+    whole = keep_gradients_local(nn.parallel.DistributedDataParallel(model)) if wrapped else model
+    options = {**options, "block_size": BLOCK, "bucket_elements": MANY, "overlap": overlap}
+    optimizer = kind(model.named_parameters(), SCHEDULE, **options)
+    module = optimizer.attach(whole)
+    tokens = torch.randint(23, (2, 9), generator=torch.Generator().manual_seed(rank))
+    try:
+        for _ in range(STEPS):
+            module(tokens, -1).backward()
+            with optimizer.no_sync():
+                write(model, module)
+            optimizer.step()
+            optimizer.zero_grad()
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", ["0/1 Adam", "BinSGDM", "SGDM"])
+def test_gradients_whose_exchange_has_been_started_cannot_be_written_to(name: str) -> None:
+    for write, wrapped in ((clip, False), (accumulate, False), (only_read, True)):
+        for told in run_ranks(written_to, 2, name, True, write, wrapped):
+            assert told is not None and told.startswith("gradients were written to between a backward pass"), write
+    for overlap, write, wrapped in ((True, only_read, False), (False, clip, False), (False, only_read, True)):
+        assert run_ranks(written_to, 2, name, overlap, write, wrapped) == [None, None], write
