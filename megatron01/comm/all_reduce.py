@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -115,12 +114,12 @@ class DenseAllReduce:
         Raises:
             DamagedPayload: on a replica that has received other bytes than were sent.
         """
-        self.begin(source, target, status=status, inverse_scale=inverse_scale)
+        self.begin(source, target, inverse_scale=inverse_scale)
         for bucket in range(len(self.buckets)):
-            self.send(bucket)
+            self.send(bucket, status)
         return self.finish()
 
-    def begin(self, source: Blocks, target: Blocks, *, status: Status = Status.OK, inverse_scale: float = 1.0) -> None:
+    def begin(self, source: Blocks, target: Blocks, *, inverse_scale: float = 1.0) -> None:
         """Start an all-reduce; the arguments are those of ``all_reduce``.
 
         Blocks are read in ``send``, and written in a later ``send`` or in ``finish``; ``source`` and ``target`` may be
@@ -128,21 +127,21 @@ class DenseAllReduce:
         """
         assert not self._in_flight
         self._source, self._target = source, target
-        self._status, self._inverse_scale = status, inverse_scale
+        self._inverse_scale = inverse_scale
         self._across.rounds += 1
 
     def send(
-        self, bucket: int, status: Status | torch.Tensor | None = None, square_sum: torch.Tensor | float = 0.0
+        self, bucket: int, status: Status | torch.Tensor = Status.OK, square_sum: torch.Tensor | float = 0.0
     ) -> None:
         """Send a bucket, and advance the earlier ones by one collective.
 
-        ``status`` replaces that of ``begin`` for this bucket. ``square_sum`` (fp32[], of this replica's values) is
-        summed over the replicas, by way of the headers.
+        ``status`` may still be on the device (fp32[]). ``square_sum`` (fp32[], of this replica's values) is summed over
+        the replicas, by way of the headers.
         """
         while not self._free:
             self._advance(self._in_flight[0])
         buffers = self._free.pop()
-        steps = self._steps(bucket, buffers, self._status if status is None else status, square_sum)
+        steps = self._steps(bucket, buffers, status, square_sum)
         earlier = list(self._in_flight)
         self._in_flight.append(_InFlight(steps, buffers, next(steps)))
         for flying in earlier:
@@ -358,7 +357,6 @@ class ScatteredMean(DenseAllReduce):
         """
         assert not self._in_flight
         self._source = self._target = blocks
-        self._status, self._inverse_scale = Status.OK, 1.0
         self._gathers = True
         for bucket in range(len(self.buckets)):
             self.send(bucket)
@@ -366,7 +364,7 @@ class ScatteredMean(DenseAllReduce):
         self._gathers = False
 
     def _steps(
-        self, bucket: int, buffers: Any, status: Status | torch.Tensor, square_sum: torch.Tensor | float
+        self, bucket: int, buffers: _Buffers, status: Status | torch.Tensor, square_sum: torch.Tensor | float
     ) -> Iterator[Work]:
         start, end = self.buckets[bucket]
         size, rank = self._across.size, self._across.rank

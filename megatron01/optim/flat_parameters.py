@@ -187,10 +187,6 @@ class FlatParameters:
         """True if a parameter is a view of these buffers; False once another optimizer has taken it over."""
         return self.tensors[index].data_ptr() == self._weight_views[index].data_ptr()
 
-    def gradient(self, index: int) -> Tensor:
-        """The gradient of a parameter after ``gather_gradients``, shaped like it."""
-        return self._view(index)
-
     def shard(self, ranges: Sequence[tuple[int, int]]) -> FlatParameters:
         """The blocks in ``ranges``, ascending and not empty, as slices of the same buffers."""
         part = copy.copy(self)
@@ -435,7 +431,7 @@ class FlatParameters:
             if gradient is view and view is not None and tensor.requires_grad:
                 continue
             if gradient is None or not tensor.requires_grad:
-                self._view(index).zero_()
+                self.gradient(index).zero_()
                 continue
             _check_gradient(parameter, gradient)
             is_wide = self._buffers_of[index].gradient_dtype is torch.float32
@@ -444,9 +440,9 @@ class FlatParameters:
             numbers.append(index)
             gradients.append(gradient)
         if numbers:
-            torch._foreach_copy_(list(map(self._view, numbers)), gradients)
+            torch._foreach_copy_(list(map(self.gradient, numbers)), gradients)
         for index, gradient in zip(numbers, gradients, strict=True):
-            tensor, view = self.parameters[index].tensor, self._view(index)
+            tensor, view = self.parameters[index].tensor, self.gradient(index)
             if getattr(tensor, "main_grad", None) is not None:
                 tensor.main_grad = view  # type: ignore[attr-defined]
             elif view.dtype == gradient.dtype:
@@ -477,8 +473,8 @@ class FlatParameters:
             if buffers.weights.dtype not in summing:
                 buffers.gradients = self._gradient_views[index] = None
 
-    def _view(self, index: int) -> Tensor:
-        """View of a parameter's gradient in the flat buffer, shaped like it; allocated on first use."""
+    def gradient(self, index: int) -> Tensor:
+        """View of a parameter's gradient in the flat buffer, shaped like it; the buffer is allocated on first use."""
         view = self._gradient_views[index]
         if view is None:
             buffers, tensor = self._buffers_of[index], self.parameters[index].tensor
@@ -500,7 +496,7 @@ class FlatParameters:
                 self._gradient_views[other] = None
                 if parameter.tensor.requires_grad and getattr(parameter.tensor, "main_grad", None) is None:
                     gradient = parameter.tensor.grad
-                    self._view(other).copy_(gradient) if gradient is not None else self._view(other).zero_()
+                    self.gradient(other).copy_(gradient) if gradient is not None else self.gradient(other).zero_()
 
     def _pieces(self, first: int, last: int) -> Iterator[tuple[_Buffers, slice]]:
         """The blocks [first, last): buffers, and a slice of their elements."""
@@ -616,7 +612,7 @@ def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Te
     if gradient.layout is not torch.strided or not flat.has_weights(index):
         return
     if flat.sums_in_fp32:
-        view = flat._view(index)
+        view = flat.gradient(index)
         with torch.no_grad():
             if flat._summed[index]:
                 view.add_(gradient)
