@@ -24,7 +24,14 @@ from torch import Tensor
 
 from megatron01.config import BertModelConfig, GPTModelConfig, Precision
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_json, write_tokenizer
-from megatron01.convert.portable import PortableModel, non_finite, refuse_non_finite, require_plain, with_rows
+from megatron01.convert.portable import (
+    PortableModel,
+    config_from,
+    non_finite,
+    refuse_non_finite,
+    require_plain,
+    with_rows,
+)
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
@@ -194,7 +201,7 @@ def to_hf_config(
 def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int]:
     """Model settings and vocabulary size for the entries of a ``config.json``.
 
-    Raises UserError, which names ``source``, if the model is not supported, or an entry is missing or not a number.
+    Raises UserError, which names ``source``, if the model is not supported, or an entry is missing or out of range.
     """
     kind = entries.get("model_type")
     if not isinstance(kind, str) or kind not in _ARCHITECTURES:
@@ -223,8 +230,9 @@ def from_hf_config(entries: Mapping[str, Any], source: str) -> tuple[Config, int
     if isinstance(num_ids, bool) or not isinstance(num_ids, int) or num_ids < 1:
         raise UserError(f"vocab_size is {num_ids!r} in {source}; expected a positive number")
     if kind == "gpt2":
-        return GPTModelConfig(**settings), num_ids
-    return BertModelConfig(**settings, norm_placement="post" if kind == "bert" else "pre"), num_ids
+        return config_from(source, GPTModelConfig, **settings), num_ids
+    settings["norm_placement"] = "post" if kind == "bert" else "pre"
+    return config_from(source, BertModelConfig, **settings), num_ids
 
 
 def _all_tensors(config: Config, *, binary_head: bool) -> list[_Tensors]:

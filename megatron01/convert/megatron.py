@@ -22,7 +22,14 @@ from torch import Tensor
 
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.config import BertModelConfig, GPTModelConfig, TokenizerType
-from megatron01.convert.portable import GIVE_ONE, PortableModel, refuse_non_finite, require_plain, vocabulary_rows
+from megatron01.convert.portable import (
+    GIVE_ONE,
+    PortableModel,
+    config_from,
+    refuse_non_finite,
+    require_plain,
+    vocabulary_rows,
+)
 from megatron01.convert.torch_files import load_tensors
 from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
@@ -279,7 +286,9 @@ def _config(args: argparse.Namespace, *, is_bert: bool, source: str) -> GPTModel
             shape[name] = _real(args, name, source)
     if getattr(args, "make_vocab_size_divisible_by", None) is not None:
         shape["make_vocab_size_divisible_by"] = _number(args, "make_vocab_size_divisible_by", source)
-    return BertModelConfig(**shape, norm_placement="pre") if is_bert else GPTModelConfig(**shape)
+    if is_bert:
+        return config_from(source, BertModelConfig, **shape, norm_placement="pre")
+    return config_from(source, GPTModelConfig, **shape)
 
 
 def _tokenizer_files(args: argparse.Namespace, source: str) -> TokenizerFiles:

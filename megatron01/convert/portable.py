@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from megatron01.errors import UserError
 from megatron01.models.base import WORD_EMBEDDINGS, padded_vocab_size
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.formatting import one_line
 from megatron01.utils.precision import dtype_name
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")  # the weights with one row for each id of the vocabulary
@@ -87,19 +87,13 @@ class PortableModel:
     def without_weights(self) -> GPT2 | Bert:
         """A model of this shape on the meta device; checks the weights' names and shapes.
 
-        Raises UserError if one of ``weights`` is missing, unexpected or of another shape, or if no such model can be.
+        Raises UserError if one of ``weights`` is missing, unexpected or of another shape.
         """
         layers = self.config.num_layers
         if layers > len(self.weights):  # before so many are built
             raise UserError(f"{self.source} says num_layers {layers}, but holds {len(self.weights)} tensors")
-        try:
-            with torch.device("meta"):
-                model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
-        except (RuntimeError, TypeError) as error:  # beyond what torch can count
-            raise UserError(
-                f"{self.source} says sizes of a model that cannot be built ({one_line(error, 100)}); expected those of"
-                " its weights"
-            ) from error
+        with torch.device("meta"):
+            model = new_model(self.config, self.vocab_size, binary_head=self.has_binary_head)
         num_rows = vocabulary_rows(self.weights)
         expected = {
             name: (num_rows, *parameter.shape[1:]) if name in VOCABULARY_TENSORS else parameter.shape
@@ -132,6 +126,17 @@ def check_shapes(weights: Mapping[str, Tensor], expected: Mapping[str, tuple[int
     """Check names and shapes of tensors. Raises UserError naming the first that is missing, unexpected or differs."""
     if difference := first_difference({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected):
         raise UserError(f"{source} is of another model: {difference}")
+
+
+_Config = TypeVar("_Config", GPTModelConfig, BertModelConfig)
+
+
+def config_from(source: str, kind: type[_Config], **settings: Any) -> _Config:
+    """A model's settings as ``source`` has them. Raises UserError, which names it, if one is out of range."""
+    try:
+        return kind(**settings)
+    except UserError as error:
+        raise UserError(f"{error}, in {source}") from error
 
 
 def require_plain(name: str, tensor: Tensor, source: str) -> None:
