@@ -21,7 +21,7 @@ from megatron01.comm.transport import TorchTransport
 from megatron01.config import FusedKernels
 from megatron01.contrib.apex import uses_apex
 from megatron01.errors import UserError, require_decays, require_positive
-from megatron01.optim.flat_parameters import named_parameters, require_trainable
+from megatron01.optim.flat_parameters import VERSION, named_parameters, require_trainable
 from megatron01.optim.gradients import DeferredNorm, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.loss_scaler import LossScaler, OverflowGuard
@@ -165,6 +165,9 @@ class Adam(TakesSchedule):
         on_gpu = all(master.device.type == "cuda" for master in self._masters.values())
         self._runs_behind = on_gpu and partial is None and isinstance(self._adam, torch.optim.AdamW)
         self._module: DistributedDataParallel | None = None
+        pairs = zip(self._weights.values(), self._masters.values(), strict=True)
+        self._rounded = [(weight, master) for weight, master in pairs if master is not weight]
+        self._adopt_weights()
         # the state exists from the start, so that it can be loaded into before the first step
         for master in self._masters.values():
             self._adam.state[master] = {
@@ -198,11 +201,22 @@ class Adam(TakesSchedule):
             find_unused_parameters=keeps_buckets,
         )
         self._module.register_comm_hook(self._traffic, _average_bucket)
-        for name, master in self._masters.items():
-            weight = self._weights[name].detach()
-            if weight.dtype != master.dtype and not torch.equal(master.to(weight.dtype), weight):
-                master.data.copy_(weight)  # it had those of this replica
+        self._adopt_weights()
         return self._module
+
+    def _adopt_weights(self) -> None:
+        """Make 16-bit weights the fp32 weights, where they are not rounded from these: the user has written them."""
+        for weight, master in self._rounded:
+            if not torch.equal(master.to(weight.dtype), weight.detach()):
+                master.data.copy_(weight.detach())
+        self._views = [weight.detach() for weight, _ in self._rounded]
+        self._version = sum(map(VERSION, self._views))
+
+    def _adopt_written(self) -> None:
+        """The same, where weights have been written to, or moved, since the last step."""
+        in_place = (weight.is_set_to(view) for (weight, _), view in zip(self._rounded, self._views, strict=True))
+        if sum(map(VERSION, self._views)) != self._version or not all(in_place):
+            self._adopt_weights()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context for the backward pass of every micro-batch but the last: gradients are averaged once per step."""
@@ -232,6 +246,7 @@ class Adam(TakesSchedule):
         if self._traffic.rounds == 0:
             self._check_averages()
         self._stop_if_given_up()  # after a step whose norm was deferred
+        self._adopt_written()
         rate = self._schedule.lr(self.step_count)
         loss_scale = self.loss_scale
         inverse_scale = 1.0 / loss_scale
@@ -301,9 +316,8 @@ class Adam(TakesSchedule):
     def _update(self, rate: float, multiplier: Multiplier) -> None:
         """AdamW step on gradients times ``multiplier``; skipped on the device if that is a NaN tensor."""
         low_precision = []
-        for name, weight in self._weights.items():
-            master = self._masters[name]
-            if master is not weight and weight.grad is not None:
+        for weight, master in self._rounded:
+            if weight.grad is not None:
                 master.grad = weight.grad.float()
                 low_precision.append((weight, master))
         if isinstance(multiplier, torch.Tensor):  # as torch's GradScaler does for fused optimizers
@@ -315,6 +329,7 @@ class Adam(TakesSchedule):
         self._adam.step()
         if low_precision:
             torch._foreach_copy_([weight for weight, _ in low_precision], [master for _, master in low_precision])
+            self._version = sum(map(VERSION, self._views))
             for _, master in low_precision:
                 master.grad = None
 
@@ -416,3 +431,4 @@ class Adam(TakesSchedule):
         for master, updates in zip(self._masters.values(), scalars, strict=True):
             self._adam.state[master]["step"].fill_(updates)
         torch._foreach_copy_(list(self._weights.values()), list(self._masters.values()))
+        self._version = sum(map(VERSION, self._views))

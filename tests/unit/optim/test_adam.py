@@ -170,3 +170,40 @@ def test_parameters_that_it_cannot_train_are_refused(parameters: list[torch.Tens
 def test_it_is_told_that_a_topology_is_no_group() -> None:
     with pytest.raises(UserError, match="is a Topology; expected a ProcessGroup"):
         Adam([torch.nn.Parameter(torch.ones(1))], 0.1, process_group=Topology.flat())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("moves", [False, True])
+def test_weights_written_into_a_16_bit_model_are_trained_on(steps: int, moves: bool) -> None:
+    """A pretrained model's, say: computed from fp32 weights of its own, they would be lost at the next step."""
+    layer = torch.nn.Linear(4, 4).bfloat16()
+    adam = Adam(layer.named_parameters(), 1e-3)
+    for step in range(steps + 1):
+        if step == steps:
+            if moves:
+                layer.weight.data = torch.full((4, 4), 3.0, dtype=torch.bfloat16)
+            else:
+                layer.load_state_dict({"weight": torch.full((4, 4), 3.0), "bias": torch.ones(4)})
+        layer(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+        adam.step()
+        adam.zero_grad()
+    assert (layer.weight - 3).abs().max() < 0.02
+    assert (adam.master_parameters()["weight"] - 3).abs().max() < 0.02
+
+
+def test_what_16_bit_weights_have_lost_in_rounding_stays_in_the_fp32_weights() -> None:
+    """Weights that are written back as they were change nothing."""
+
+    def trained(writes_back: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4).bfloat16()
+        adam = Adam(layer.named_parameters(), 1e-4)
+        for _ in range(5):
+            if writes_back:
+                layer.load_state_dict({name: tensor.clone() for name, tensor in layer.state_dict().items()})
+            layer(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+            adam.step()
+            adam.zero_grad()
+        return adam.master_parameters()["weight"]
+
+    assert torch.equal(trained(True), trained(False))
