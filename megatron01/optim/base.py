@@ -720,7 +720,10 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._whole.zero_gradients(set_to_none)
 
     def sum_gradients_in_fp32(self) -> None:
-        """From now on, accumulate gradients in fp32, in ``main_grad`` of each parameter."""
+        """From now on, accumulate gradients in fp32, in ``main_grad`` of each parameter.
+
+        This optimizer's ``zero_grad`` clears them, a module's does not; a backward pass of the next step then raises.
+        """
         self._whole.sum_gradients_in_fp32()
 
     def _give_up(self) -> NoReturn:

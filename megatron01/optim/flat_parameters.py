@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from megatron01.comm import BlockLayout
 from megatron01.comm.kernels.specification import pack_mask
@@ -38,7 +39,7 @@ VERSION: Callable[[Tensor], int] = attrgetter("_version")
 DEVICE: Callable[[Tensor], torch.device] = attrgetter("device")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Types of weights and gradients."""
-_SAMPLED = 4096
+_SAMPLED = 1024
 _COPIED_TOGETHER = {"cuda": 1 << 26}
 """Bytes of gradients that are copied to their views by one launch; on CPUs each is copied, and freed, at once."""
 
@@ -60,12 +61,21 @@ class NamedParameter:
 
 
 def named_parameters(param_groups: Sequence[Mapping[str, Any]]) -> list[NamedParameter]:
-    """All parameters of a torch optimizer's groups in order."""
+    """All parameters of a torch optimizer's groups in order.
+
+    Raises:
+        UserError: if one has no shape yet.
+    """
     parameters: list[NamedParameter] = []
     for number, group in enumerate(param_groups):
         position = len(parameters)
         names = group.get("param_names") or [str(position + i) for i in range(len(group["params"]))]
         for name, tensor in zip(names, group["params"], strict=True):
+            if is_lazy(tensor):
+                raise UserError(
+                    f"parameter {name} has no shape yet, as its module is a lazy one: run a forward pass before the"
+                    " optimizer is built"
+                )
             parameters.append(NamedParameter(name, tensor, number, len(parameters)))
     return parameters
 
@@ -142,12 +152,15 @@ class FlatParameters:
         self._cuts: tuple[frozenset[int], list[tuple[int, int, int, int, _Buffers]]] | None = None
         self._weight_views: list[Tensor] = []
         self._gradient_views: list[Tensor | None] = [None] * len(self.parameters)
+        self._shown: set[int] = set()  # parameters whose ``grad`` became a view, which the user may have kept
         self._summed = np.zeros(len(self.parameters), bool)
+        self._is_spent = False  # a step has taken the sums in fp32
         self._waiting: list[int] = []  # parameters whose gradients wait to be copied
         self._waiting_bytes = 0
         self._gathered: set[int] = set()  # by blocks since all were: means may have replaced them in the buffers
         self.sums_in_fp32 = False
         self.samples_weights = False
+        self._sample: list[Tensor] = []
         self._adopt_weights()
         self.mark_weights()
         for index, parameter in enumerate(self.parameters):
@@ -167,21 +180,25 @@ class FlatParameters:
         """Remember the weights as they are now, for ``check_unchanged``.
 
         Writes to ``p.data`` do not change a parameter's version: with ``samples_weights`` some weights are copied, so
-        that most of these are noticed.
+        that most of these are noticed. Each time they are other ones, so that a write at every step is noticed too.
         """
         self._version = sum(map(VERSION, self.tensors))
-        self._sample = list(map(torch.take, *self._sampled)) if self.samples_weights else []
+        if self.samples_weights:
+            buffers, places = self._sampled
+            for weights, moving in zip(buffers, places[len(self._buffers) :], strict=False):
+                moving.sub_(1).remainder_(max(1, weights.numel()))
+            self._sample = list(map(torch.take, buffers, places))
 
     @cached_property
     def _sampled(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The buffers of weights, and int64[sampled] of each: one element of each parameter, more at even steps."""
-        count = int(self.first_block[-1])
-        blocks = np.union1d(self.first_block[:-1], np.arange(0, count, -(-count // _SAMPLED)))
-        places = []
+        """Buffers of weights, and int64[sampled] of each: first of each parameter, then, again, at even steps."""
+        stride = -(-int(self.first_block[-1]) * self.blocks.block_size // _SAMPLED)
+        firsts, moving = [], []
         for buffers in self._buffers:
-            own = blocks[(buffers.first <= blocks) & (blocks < buffers.last)] - buffers.first
-            places.append(torch.from_numpy(own * self.blocks.block_size).to(self.device))
-        return self.weight_buffers, places
+            own = self.first_block[(buffers.first <= self.first_block) & (self.first_block < buffers.last)]
+            firsts.append(torch.from_numpy((own - buffers.first) * self.blocks.block_size).to(self.device))
+            moving.append(torch.arange(0, buffers.weights.numel(), stride, device=self.device))
+        return 2 * self.weight_buffers, firsts + moving
 
     def has_weights(self, index: int) -> bool:
         """True if a parameter is a view of these buffers; False once another optimizer has taken it over."""
@@ -447,12 +464,14 @@ class FlatParameters:
                 tensor.main_grad = view  # type: ignore[attr-defined]
             elif view.dtype == gradient.dtype:
                 tensor.grad = view
+                self._shown.add(index)
         if parameters is None:
+            self._is_spent = self._is_spent or blocks is None
             self._gathered = set() if blocks is None else self._gathered.union(indices)
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """After ``grad`` has been cleared: clear ``main_grad``; with ``set_to_none``, ``release_gradients``."""
-        self._summed[:] = False
+        self._summed[:] = self._is_spent = False
         self._waiting, self._waiting_bytes = [], 0
         for tensor in self.tensors:
             main: Tensor | None = getattr(tensor, "main_grad", None)
@@ -472,6 +491,7 @@ class FlatParameters:
         for index, buffers in enumerate(self._buffers_of):
             if buffers.weights.dtype not in summing:
                 buffers.gradients = self._gradient_views[index] = None
+                self._shown.discard(index)
 
     def gradient(self, index: int) -> Tensor:
         """View of a parameter's gradient in the flat buffer, shaped like it; the buffer is allocated on first use."""
@@ -615,6 +635,12 @@ def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Te
         view = flat.gradient(index)
         with torch.no_grad():
             if flat._summed[index]:
+                if flat._is_spent:
+                    raise UserError(
+                        f"a backward pass reached parameter {flat.parameters[index].name} after step(), whose gradient"
+                        " is summed in fp32 and has not been cleared: call optimizer.zero_grad(), as the model's"
+                        " zero_grad() does not clear main_grad"
+                    )
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
@@ -626,6 +652,8 @@ def _on_gradient(parameters: weakref.ref[FlatParameters], index: int, tensor: Te
         and not gradient.requires_grad  # one with a graph (create_graph=True) may yet enter a loss
         and gradient.dtype == flat._buffers_of[index].gradient_dtype
     ):
+        if index in flat._shown:  # the view may have been kept, where ``grad`` was cleared by other means
+            flat.release_gradients()
         flat._waiting.append(index)
         flat._waiting_bytes += gradient.nbytes
         if flat._waiting_bytes >= _COPIED_TOGETHER.get(flat.device.type, 0):

@@ -105,6 +105,18 @@ def test_weights_written_into_the_model_are_not_overwritten_in_silence(write: An
     assert (layer.weight - before > 0.5).all()
 
 
+@pytest.mark.parametrize("shape", [(50, 8), (1000, 40)])
+def test_a_weight_written_past_autograd_at_each_step_is_noticed(shape: tuple[int, int]) -> None:
+    """Clipping, say, or a row that is to stay 0, which need not be at the beginning of a block."""
+    weight = nn.Parameter(torch.ones(shape))
+    optimizer = ZeroOneAdam([weight], 1e-2)
+    with pytest.raises(UserError, match="reload_weights"):
+        for _ in range(60):
+            weight.grad = torch.ones(shape)
+            optimizer.step()
+            weight.data[3, 1] = 0.0
+
+
 def test_weights_that_were_exchanged_and_put_back_are_no_mistake() -> None:
     """Evaluation of averaged weights does this."""
     layer = nn.Linear(4, 4)
@@ -148,6 +160,49 @@ def test_parameters_that_the_model_no_longer_has_are_noticed_once(caplog: pytest
         one_step(layer, optimizer)
     (text,) = caplog.messages
     assert "had no gradient" in text and "load_state_dict(assign=True)" in text
+
+
+def test_gradients_that_are_kept_are_not_those_of_the_next_backward_pass() -> None:
+    """Whoever compares the gradients of two losses or batches keeps them, as torch makes new ones."""
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.parameters(), 1e-2)
+    for clear in (layer.zero_grad, optimizer.zero_grad):
+        for steps in (False, True):
+            layer(torch.ones(2, 4)).square().sum().backward()
+            if steps:
+                optimizer.step()
+            kept = [parameter.grad for parameter in layer.parameters()]
+            before = [gradient.clone() for gradient in kept if gradient is not None]
+            clear()
+            layer(torch.full((2, 4), 3.0)).square().sum().backward()
+            assert all(map(torch.equal, kept, before))
+            clear()
+
+
+def test_gradients_summed_in_fp32_that_were_not_cleared_are_not_added_to_in_silence() -> None:
+    """A model's ``zero_grad`` does not know of them."""
+    layer = nn.Linear(4, 4).bfloat16()
+    optimizer = ZeroOneAdam(layer.named_parameters(), 1e-2)
+    optimizer.sum_gradients_in_fp32()
+
+    def backward() -> None:
+        layer(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+
+    for clear in (optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False), layer.zero_grad):
+        backward()
+        backward()
+        optimizer.step()
+        clear()
+    with pytest.raises(UserError, match=r"weight|bias.*optimizer\.zero_grad\(\)"):
+        backward()
+    optimizer.zero_grad()
+    backward()
+
+
+@pytest.mark.parametrize("build", [Adam, ZeroOneAdam])
+def test_parameters_without_a_shape_yet_are_refused(build: Any) -> None:
+    with pytest.raises(UserError, match=r"0\.weight .*forward pass"):
+        build(nn.Sequential(nn.LazyLinear(3)).named_parameters(), 1e-2)
 
 
 def after_local_steps() -> tuple[nn.Linear, ZeroOneAdam]:
