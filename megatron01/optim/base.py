@@ -621,8 +621,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
     def attach(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module to call in the forward pass: the model itself, as gradients stay local.
 
-        With ``overlap``, exchanges start while the backward pass still runs from now on. Then every backward pass but
-        the last one before a ``step`` must run inside ``no_sync()``.
+        With ``overlap``, exchanges start while the backward pass still runs from now on, unless another optimizer of
+        this process takes steps too. Then every backward pass but the last one before a ``step`` must run inside
+        ``no_sync()``.
         """
         safety.refuse_averaging(
             model.modules(), (p.tensor for p in self._whole.parameters), safety.ranks_of(self._process_group)

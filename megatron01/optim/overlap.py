@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -48,6 +49,10 @@ class EarlyStart:
     Nothing is sent early, and buckets keep their order, until ``attach`` is called. On a GPU they are compressed and
     sent on a stream of their own: the backward pass does not wait for collectives of the buckets before.
 
+    Nor is it while another optimizer of this process takes steps: where replicas have gradients of different
+    parameters, one would send a bucket of this optimizer where another sends one of the other, which may be as long,
+    or, in groups of their own, each would wait for the other.
+
     Args:
         layout: of the flat buffer.
 
@@ -55,8 +60,13 @@ class EarlyStart:
         opened: what the backward pass of this step has started to send, if anything.
     """
 
+    _all_steps: ClassVar[int] = 0  # of all optimizers of this process; building one counts as a step
+    _unused: ClassVar[weakref.WeakSet[EarlyStart]] = weakref.WeakSet()  # of optimizers that have taken no step yet
+
     def __init__(self, layout: FlatParameters) -> None:
         self._layout = layout
+        self._own_steps = 0
+        self._others_steps = -1 if self._unused else self._all_steps
         self._open: Callable[[], Opened | None] | None = None
         self._position = np.zeros(0)
         self._paused = False
@@ -64,6 +74,7 @@ class EarlyStart:
         self._hook_ids: list[int] = []
         self._stream = torch.cuda.Stream(layout.device) if layout.device.type == "cuda" else None
         self.end_step()
+        self._unused.add(self)
 
     def attach(self, model: torch.nn.Module, open: Callable[[], Opened | None]) -> None:
         """Register the hooks; ``model.parameters()`` is taken as the order of the forward pass.
@@ -111,6 +122,9 @@ class EarlyStart:
 
     def end_step(self) -> None:
         """Reset after an optimizer step: the next gradient belongs to the next step."""
+        self._unused.discard(self)
+        EarlyStart._all_steps += 1
+        self._own_steps += 1
         self._asked = False
         self.opened: Opened | None = None
         self._opened_plan = _Plan([], [], [])
@@ -134,8 +148,10 @@ class EarlyStart:
         if not self._asked:
             assert self._open is not None
             self._asked = True
-            with torch.no_grad():
-                self.opened = self._open()
+            before, self._others_steps = self._others_steps, self._all_steps - self._own_steps
+            if self._others_steps == before:
+                with torch.no_grad():
+                    self.opened = self._open()
             if self.opened is not None:
                 self._opened_plan = self._plan(self.opened.buckets)
                 expected = np.array([p.tensor.requires_grad for p in self._layout.parameters])

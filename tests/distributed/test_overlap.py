@@ -209,31 +209,27 @@ def test_a_step_that_is_called_off_leaves_no_trace(runs: Any) -> None:
                     assert torch.equal(tensor, early.states[step - 1][name]), f"{variant}: {name}"
 
 
-def second_backward(rank: int, size: int) -> list[str]:
-    """Error messages for two backward passes before a step, by optimizer; in a local step they are accumulated."""
-    messages = []
-    for name in ("0/1 Adam", "BinSGDM"):
-        kind, options = OPTIMIZERS[name]
-        model = Model()
-        optimizer = kind(model.named_parameters(), SCHEDULE, block_size=BLOCK, **options)
-        module = optimizer.attach(model)
-        tokens = torch.arange(18).view(2, 9)
-        for _ in range(STEPS):
-            module(tokens, -1).backward()
-            if name == "BinSGDM" or optimizer._plan(optimizer.step_count).averages:
-                with pytest.raises(UserError, match=r"no_sync\(\)") as caught:
-                    module(tokens, -1).backward()
-                messages.append(str(caught.value))
-                break
-            optimizer.step()
-            optimizer.zero_grad()
-    return messages
+def second_backward(rank: int, size: int, name: str) -> str:
+    """The error message for two backward passes before a step; in a local step they are accumulated."""
+    kind, options = OPTIMIZERS[name]
+    model = Model()
+    optimizer = kind(model.named_parameters(), SCHEDULE, block_size=BLOCK, **options)
+    module = optimizer.attach(model)
+    tokens = torch.arange(18).view(2, 9)
+    while not (name == "BinSGDM" or optimizer._plan(optimizer.step_count).averages):
+        module(tokens, -1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    module(tokens, -1).backward()
+    with pytest.raises(UserError, match=r"no_sync\(\)") as caught:
+        module(tokens, -1).backward()
+    return str(caught.value)
 
 
-def test_a_second_backward_pass_is_refused() -> None:
-    told = run_ranks(second_backward, 2)
-    assert told[0] == told[1] and len(told[0]) == 2
-    assert all(message.startswith("a second backward pass reached parameter") for message in told[0])
+@pytest.mark.parametrize("name", ["0/1 Adam", "BinSGDM"])
+def test_a_second_backward_pass_is_refused(name: str) -> None:
+    first, second = run_ranks(second_backward, 2, name)
+    assert first == second and first.startswith("a second backward pass reached parameter")
 
 
 def out_of_memory(gradient: torch.Tensor) -> None:
@@ -305,6 +301,45 @@ def test_state_and_freezing_between_backward_pass_and_step() -> None:
     for one, other in zip(first, second, strict=True):
         assert one[0] == other[0] and torch.equal(one[1], other[1])
     assert all(torch.equal(weight, first[4][1]) for _, weight in first[4:])
+
+
+def two_optimizers(rank: int, size: int) -> list[list[str]]:
+    """The state at the end if neither overlaps, if one of them does or both do, and in groups of their own."""
+    attached = [(False, False), (True, True), (True, False), (False, True)]
+    return [
+        *(joint_steps(rank, *which, own_groups=False) for which in attached),
+        joint_steps(rank, True, True, own_groups=True),
+    ]
+
+
+def joint_steps(rank: int, *attaches: bool, own_groups: bool) -> list[str]:
+    """A layer each, one of which replica 0 leaves out at some steps; the steps are taken in either order."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizers = []
+    for layer, attached in zip(layers, attaches, strict=True):
+        group = torch.distributed.new_group() if own_groups else None
+        optimizer = ZeroOneAdam(layer.named_parameters(), 1e-2, block_size=32, bucket_elements=64, process_group=group)
+        optimizers.append(optimizer)
+        if attached:
+            optimizer.attach(layer)
+    for step in range(20):
+        inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        left_out = (step + rank) % 4
+        for index, layer in enumerate(layers):
+            if rank == 1 or index != left_out:
+                inputs = inputs + layer(inputs).tanh()
+        (inputs - 1).square().mean().backward()
+        for optimizer in optimizers if step < 10 else reversed(optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    return [optimizer.fingerprint() for optimizer in optimizers]
+
+
+def test_optimizers_of_one_group_do_not_take_each_others_gradients() -> None:
+    """Replicas would send buckets of one where others send those of the other, which are as long."""
+    first, second = run_ranks(two_optimizers, 2)
+    assert first == second and all(state == first[0] for state in first)
 
 
 def move_to_main_grad(parameter: torch.Tensor) -> None:

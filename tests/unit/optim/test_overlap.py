@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ class Stream:
 
 
 def test_buckets_go_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EarlyStart, "_unused", weakref.WeakSet())  # of other tests
     events: list[str] = []
     current = [Stream("backward", events)]
 
@@ -56,7 +58,8 @@ def test_buckets_go_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     assert len(current) == 1
 
 
-def test_contexts_in_which_nothing_is_sent_may_be_nested() -> None:
+def test_contexts_in_which_nothing_is_sent_may_be_nested(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EarlyStart, "_unused", weakref.WeakSet())  # of other tests
     model = nn.Linear(32, 1)
     flat = FlatParameters([NamedParameter(name, p, 0) for name, p in model.named_parameters()], 32)
     early, sent = EarlyStart(flat), list[int]()
