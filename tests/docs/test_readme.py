@@ -41,6 +41,7 @@ def test_the_first_commands_are_targets_of_the_makefile() -> None:
         assert re.search(rf"^{words[1]}:", makefile, re.MULTILINE), words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("python"))
 def test_the_python_code_runs(block: str, tmp_path: Path) -> None:
     output = run_python("-c", block, cwd=tmp_path)

@@ -57,6 +57,7 @@ def test_a_replica_that_fails_stops_the_others(benchmarks: Any) -> None:
         simulated.run_simulated(work, 3)
 
 
+@pytest.mark.slow
 def test_a_mistake_that_a_replica_finds_is_one_line(benchmarks: Any) -> None:
     pool_module, reporting = benchmarks("replica_pool"), benchmarks("reporting")
 

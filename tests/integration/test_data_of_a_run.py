@@ -69,11 +69,22 @@ class First:
 
 @pytest.mark.parametrize(
     ("train", "held_out", "message"),
-    [
-        (11, 4, "the training data holds 11 samples, but 6 steps of 2 take 12; give more data, or lower train_iters"),
-        (None, 4, "the training data holds 0 samples"),
-        (12, 1, "the valid data holds 1 samples, but an evaluation takes 2 at least, a micro-batch for each replica"),
-    ],
+    slow_after(
+        1,
+        [
+            (
+                11,
+                4,
+                "the training data holds 11 samples, but 6 steps of 2 take 12; give more data, or lower train_iters",
+            ),
+            (None, 4, "the training data holds 0 samples"),
+            (
+                12,
+                1,
+                "the valid data holds 1 samples, but an evaluation takes 2 at least, a micro-batch for each replica",
+            ),
+        ],
+    ),
 )
 def test_data_that_would_end_before_the_run_are_noticed_before_it_begins(
     corpus: Path, tmp_path: Path, capsys: Any, train: int | None, held_out: int, message: str

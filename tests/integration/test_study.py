@@ -72,6 +72,7 @@ def test_what_is_compared_is_of_the_same_seeds(study: Any) -> None:
     assert "| SST-2 | 79.0 | 80.05 ± 0.07 | 70.15 ± 0.07 |" in text and "one seed tells nothing apart" in text
 
 
+@pytest.mark.slow
 def test_the_page_tells_what_the_records_say(study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = importlib.import_module("study_records").Run
     evidence = study.Evidence(

@@ -29,6 +29,7 @@ def part(function: str, seconds: float = 100.0, **arguments: Any) -> Part:
     return Part(function, seconds, "tests.unit.benchmarks.gpu_parts", function, arguments)
 
 
+@pytest.mark.slow
 def test_what_a_part_found_is_kept_however_it_ends() -> None:
     record = run(part("good", number=3), 100.0, tiny=True)
     assert record["status"] == "done" and record["findings"] == {"number": {"value": 3}} and "output" not in record

@@ -383,6 +383,7 @@ def test_a_real_lab(leaves_no_hosts: None, tmp_path: Path) -> None:
     assert measured is not None and 0 < float(measured[1]) < 0.02  # slower than the links of the runs before
 
 
+@pytest.mark.slow
 def test_advice_is_of_the_steps_that_were_measured(benchmarks: Any, tmp_path: Path) -> None:
     """``plan_check.py`` predicts whole runs with the settings, DDP's buckets included, of the timed steps."""
     check = benchmarks("plan_check")

@@ -40,6 +40,7 @@ def test_the_page_the_pictures_and_the_table(compare: Any, tmp_path: Path) -> No
         assert content.startswith(b"\x89PNG" if name.endswith("png") else b"<!doctype html>")
 
 
+@pytest.mark.slow
 def test_figures_of_an_earlier_comparison_do_not_stay_beside_the_page(compare: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -14,6 +14,7 @@ from megatron01.compare.command import build_report, compare_runs
 from megatron01.compare.runs import read_run
 from megatron01.config.commands import CompareConfig
 from megatron01.monitor.wandb_writer import SECONDS_TO_CLOSE, STATE_NAME
+from tests.tiers import slow_after
 from tests.unit.compare.folders import lines, write_family, write_run
 from tests.unit.monitor.offline_wandb import history, records, set_offline
 
@@ -82,13 +83,16 @@ def test_a_server_that_does_not_answer_is_not_waited_for_without_end(
 
 @pytest.mark.parametrize(
     "damaged",
-    [
-        {"training_seconds": "ten"},
-        {"training_seconds": None},
-        {"training_seconds": 10**400},
-        {"sync_kind": ["full"]},
-        {"comm_bytes_total": {}, "compression_errors": [None, {}, 0.5]},
-    ],
+    slow_after(
+        2,
+        [
+            {"training_seconds": "ten"},
+            {"training_seconds": None},
+            {"training_seconds": 10**400},
+            {"sync_kind": ["full"]},
+            {"comm_bytes_total": {}, "compression_errors": [None, {}, 0.5]},
+        ],
+    ),
 )
 def test_damaged_values_are_left_out(tmp_path: Path, damaged: dict[str, object]) -> None:
     content = lines()

@@ -349,6 +349,7 @@ def test_a_plan_for_such_a_gpu_says_so(capsys: pytest.CaptureFixture[str]) -> No
         assert ("the Triton kernels do not support this GPU" in capsys.readouterr().out) == is_said
 
 
+@pytest.mark.slow
 def test_a_gpus_larger_chunks_of_logits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     config = gpt_config(make_vocab_size_divisible_by=1 << 16)
     config = dataclasses.replace(config, training=dataclasses.replace(TRAINING, micro_batch_size=48))
