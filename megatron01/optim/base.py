@@ -222,6 +222,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         )
         self._quantized: QuantizedGradientMean | None = None
         self._exchange: CompressedAllReduce | None = None
+        self._error_keys = ["error"] if quantizer not in (None, "none") else []  # of any number of replicas
+        self._error_keys += ["gradient_error"] if averages and isinstance(wire, str) else []
         self._gradients = self._build_exchanges(settings, quantizer, averages, state_dtype, wire_dtype)
         self._overlap = settings.overlap and not self._masks
         self._replicas = safety.ReplicaCheck(self._topology, self._whole)
@@ -961,7 +963,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             replicated: what ``replicated_state`` gave on any of them.
             average: the mean over them of ``averaged_state``.
             errors: fp32[num_elements] each, mean residuals (see ``ErrorPlace``): ``error`` of exchanged steps, and
-                ``gradient_error`` of quantized gradients.
+                ``gradient_error`` of quantized gradients; 0 where they are missing.
             scalars: fp64[n], of one replica.
 
         Raises:
@@ -981,6 +983,10 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             coefficients = self._coefficients(self.step_count, np.zeros_like(self._moving), 1.0, refresh=False)
             self._run(SYNCHRONIZE, coefficients)
         self._local.since_sync = self._local.start
+        before = {} if self._exchange is None else self._exchange.exchange.state()
+        before |= {} if self._quantized is None else self._quantized.state()
+        for error in before.values():
+            error.zero_()
         if "error" in errors:
             self._adopt_errors(errors["error"])
         if self._quantized is not None and "gradient_error" in errors:
@@ -1041,12 +1047,12 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if self._sharded is not None:
             raise UserError("a sharded optimizer has no portable_state_dict(); save a checkpoint of the whole run")
         replicated = {name: buffer.clone() for name, buffer in self.replicated_state().items()}
-        own, errors = self.replica_state(), dict[str, Tensor]()
+        # one replica has them, too: torch.distributed.checkpoint loads only what is there to load into
+        own, errors = self.replica_state(), {key: self._flat.new_buffer() for key in self._error_keys}
         scalars = own["scalars"].to(self._flat.device)
         average = {name: buffer.to(torch.float32, copy=True) for name, buffer in self._averaged_buffers().items()}
         for name, place in self.error_places().items():
-            total = errors.setdefault(safety.error_key(name), self._flat.new_buffer())
-            place.add(own[name].float(), total, self._flat.blocks.block_size)
+            place.add(own[name].float(), errors[safety.error_key(name)], self._flat.blocks.block_size)
         with self._unreported():
             mean = DenseExchange(self._flat.blocks, self._topology)
             for buffer in (*average.values(), *errors.values()):

@@ -9,10 +9,12 @@ import pickle
 import time
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -463,6 +465,62 @@ def test_a_portable_state_loads_on_any_number_of_replicas() -> None:
     for size in (1, 3):
         found = run_ranks(loads_elsewhere, size, one[1])
         assert found == [(STEPS, found[0][1])] * size
+
+
+QUANTIZED: dict[str, Any] = {**OPTIONS, "gradient_wire_dtype": "4bit"}
+
+
+def saves_both_ways(rank: int, size: int, folder: Path) -> None:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **QUANTIZED)
+    train(model, optimizer, rank, 0, 19)
+    state = optimizer.portable_state_dict()
+    dcp.save({"optimizer": state}, checkpoint_id=folder / "sharded")
+    if rank == 0:
+        torch.save(state, folder / "whole.pt")
+
+
+def loads_both_ways(rank: int, size: int, folder: Path) -> tuple[str, str]:
+    ends = []
+    for kind in ("whole", "sharded"):
+        model = new_model()
+        optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **QUANTIZED)
+        if kind == "whole":
+            state = torch.load(folder / "whole.pt", weights_only=True)
+        else:
+            state = optimizer.portable_state_dict()
+            dcp.load({"optimizer": state}, checkpoint_id=folder / "sharded")
+        optimizer.load_state_dict(state)
+        train(model, optimizer, rank, optimizer.step_count)
+        ends.append(optimizer.fingerprint())
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 1), (1, 2), (2, 3)])
+def test_torchs_distributed_checkpoint_resizes_a_portable_state(saved: int, resumed: int, tmp_path: Path) -> None:
+    run_ranks(saves_both_ways, saved, tmp_path)
+    for whole, sharded in run_ranks(loads_both_ways, resumed, tmp_path):
+        assert sharded == whole
+
+
+def loads_into_used(rank: int, size: int) -> tuple[bool, bool]:
+    alone = ZeroOneAdam(new_model().parameters(), SCHEDULE, process_group=Topology.flat(), **QUANTIZED)
+    state = alone.portable_state_dict()
+    state["portable"]["errors"] = {}  # as states of one replica were once, and as load_state() reads them
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **QUANTIZED)
+    train(model, optimizer, rank, 0, 19)
+
+    def has_errors() -> bool:
+        return any(optimizer.replica_state()[name].any() for name in optimizer.error_places())
+
+    before = has_errors()
+    optimizer.load_state_dict(state)
+    return before, has_errors()
+
+
+def test_a_portable_state_without_errors_clears_those_of_the_steps_before() -> None:
+    assert run_ranks(loads_into_used, 2) == [(True, False)] * 2
 
 
 def changes_delay(rank: int, size: int, delay: bool) -> bool:
