@@ -164,6 +164,7 @@ def _finish(incomplete: Path, final: Path, metadata: manifest.CheckpointMetadata
         metadata = dataclasses.replace(metadata, files=files)
         write_atomically(incomplete / manifest.METADATA_NAME, metadata.to_json())
         manifest.publish(incomplete, final)
+    with writing(final.parent / manifest.TRACKER_NAME):
         manifest.write_tracker(final.parent, metadata.iteration)
 
 

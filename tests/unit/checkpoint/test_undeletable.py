@@ -11,6 +11,7 @@ import pytest
 from megatron01.checkpoint import manifest
 from megatron01.checkpoint import save as checkpoint_save
 from megatron01.checkpoint.manifest import (
+    TRACKER_NAME,
     check_contents,
     incomplete_folder,
     iteration_folder,
@@ -85,3 +86,10 @@ def test_a_disk_that_fails_ends_a_run_with_the_status_that_a_launcher_repeats(tm
     with pytest.raises(UserError) as failed, failing_together(group, "x"):
         read_metadata(tmp_path)
     assert failed.value.exit_status == 2 and FaultError("x").exit_status == EXIT_FAULT
+
+
+def test_a_tracker_file_that_cannot_be_replaced_is_named(tmp_path, group):
+    (tmp_path / TRACKER_NAME).mkdir()
+    with pytest.raises(CheckpointNotSaved, match=f"{TRACKER_NAME} cannot be written: {os.strerror(errno.EISDIR)}"):
+        save(tmp_path, 2, group)
+    assert iterations(tmp_path) == [2]
