@@ -137,7 +137,8 @@ def small_vocabulary(task: str, folder: Path) -> tuple[Path, dict[str, Any]]:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         common = ["--input", str(corpus), "--output-prefix", str(folder / name), "--tokenizer-type", kind]
-        learn = ["train-tokenizer", *common, "--vocab-size", str(VOCABULARY), "--alphabet-size", "60"]
+        learn = ["train-tokenizer", *common, "--vocab-size", str(VOCABULARY)]
+        learn += [] if task == "gpt2" else ["--alphabet-size", "60"]
         cut = ["--append-eod", "--merge-file", str(merges)] if task == "gpt2" else ["--split-sentences"]
         for command in (learn, ["preprocess", *common, "--vocab-file", str(vocabulary), *cut]):
             command = [sys.executable, "-m", "megatron01", *command]

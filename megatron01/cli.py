@@ -53,7 +53,7 @@ def _of_folder(help: str, function: str) -> Command:
         if list(argv) in (["-h"], ["--help"]):
             print(f"usage: {prog} FOLDER\n\n{help}")
             return
-        if len(argv) != 1 or argv[0].startswith("-"):
+        if len(argv) != 1 or not argv[0] or argv[0].startswith("-"):
             raise UserError(f"{prog} takes one folder, but was given {' '.join(argv) or 'none'}")
         call = _find(function)  # imports torch, which takes seconds
         call(str(_find("convert.formats:checkpoints_of_run")(Path(argv[0])) or argv[0]))

@@ -25,7 +25,7 @@ from megatron01.compare.runs import Run, build_run, if_known, number, read_envir
 from megatron01.config.command_line import parse
 from megatron01.config.commands import WatchConfig
 from megatron01.config.registry import label_of
-from megatron01.errors import UserError
+from megatron01.errors import UserError, require
 from megatron01.monitor.metrics import SYNC_LABELS, Metrics, adam_bytes, beside_adam
 from megatron01.monitor.run_directory import LastHeartbeat, read_heartbeat
 from megatron01.monitor.writers import ConsoleWriter
@@ -48,6 +48,7 @@ def watch(argv: Sequence[str], prog: str) -> None:
     if len(folders) != 1:
         given = f"{len(folders)} folders are" if folders else "no run is"
         raise UserError(f"{given} given; expected {prog} RUN, the folder of a run (its --run-dir)")
+    require(bool(folders[0]), f"the folder of the run is empty text; expected {prog} RUN")
     folder = Path(folders[0])
     require_folder(folder)
     run = WatchedRun(folder)

@@ -44,6 +44,10 @@ class ModelFolder(Bounded):
     """Folder of the model: a checkpoint, a folder of them, a run's (--run-dir), one of Hugging Face, or one of
     Megatron-LM."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(bool(self.load), "load is empty; expected a folder")
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadConfig(OptionalTokenizer, ModelFolder):
@@ -290,6 +294,11 @@ class SquadConfig(FineTuneConfig):
         )
 
 
+def _check_prefix(output_prefix: str) -> None:
+    if not output_prefix or output_prefix.endswith(os.sep):
+        raise UserError(f"output_prefix is {output_prefix!r}; expected a folder and the start of a file name")
+
+
 Lang = Literal["english", "lines"]
 InputFormat = Literal["auto", "jsonl", "text", "parquet", "huggingface"]
 
@@ -320,8 +329,7 @@ class TextConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.input), "input is empty; expected one or more files of text")
-        if not self.output_prefix or self.output_prefix.endswith(os.sep):
-            raise UserError(f"output_prefix is {self.output_prefix!r}; expected a folder and the start of a file name")
+        _check_prefix(self.output_prefix)
         if not self.json_keys or len(set(self.json_keys)) < len(self.json_keys) or not all(self.json_keys):
             raise UserError(f"json_keys is {self.json_keys}; expected one or more different names")
         if any("/" in key or "\0" in key for key in self.json_keys):
@@ -394,7 +402,7 @@ class TrainTokenizerConfig(TextConfig):
     tokenizer_type: TokenizerType
     """For which type: WordPiece (BertWordPiece...), byte-level BPE (GPT2BPETokenizer, or HuggingFaceTokenizer as one
     tokenizer.json), or SentencePieceTokenizer."""
-    vocab_size: Positive[int] = 30522
+    vocab_size: Annotated[int, Bounds(lambda value: 0 < value <= 10**7, "a positive number, at most 10000000")] = 30522
     """Entries of the vocabulary, special tokens included; some fewer if the text does not hold as many."""
     alphabet_size: Positive[int] = 1000
     """WordPiece: most different characters; text with rarer ones becomes [UNK]."""
@@ -405,9 +413,31 @@ class TrainTokenizerConfig(TextConfig):
     json_keys: tuple[str, ...] = ("text",)
     """Keys of each JSON object, or columns of each table, that hold text."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, idle, kind in (
+            ("alphabet_size", 1000, "WordPiece"),
+            ("sentencepiece_type", "unigram", "SentencePiece"),
+        ):
+            require(
+                kind in self.tokenizer_type or getattr(self, name) == idle,
+                f"{name} is given, but {self.tokenizer_type} has none; leave it out",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig:
+class _PairsConfig(Bounded):
+    """Pairs of token files."""
+
+    input: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(all(self.input), "input holds an empty path; expected paths of .bin/.idx pairs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig(_PairsConfig):
     """Make one pair of token files out of several."""
 
     input: tuple[str, ...]
@@ -416,9 +446,13 @@ class MergeConfig:
     output_prefix: str = field(metadata={"aliases": ("output",)})
     """Path of the new pair without extension."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_prefix(self.output_prefix)
+
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(Bounded):
+class VerifyConfig(_PairsConfig):
     """Check token files to the last byte."""
 
     input: tuple[str, ...]
@@ -447,6 +481,9 @@ class SampleConfig:
     workers: int = 1
     """Processes that tokenize."""
 
+    def __post_init__(self) -> None:
+        require(bool(self.output), "output is empty; expected a folder")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Bounded):
@@ -464,7 +501,9 @@ class DoctorConfig(Bounded):
     """Transport as in training; mpi measures the all-to-all over MPI."""
     megabytes: Positive[float] = 64.0
     """Largest message that is measured, per process; slower networks get smaller ones."""
-    timeout_seconds: Positive[float] = 120.0
+    timeout_seconds: Annotated[
+        float, Bounds(lambda value: 0 < value <= 86400, "a positive number, at most 86400 (a day)")
+    ] = 120.0
     """Seconds for the processes to find each other, and for each exchange; the command as a whole ends after three
     times as long."""
 
@@ -498,8 +537,8 @@ class CompareConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("wandb_project", "wandb_entity"):
-            require(getattr(self, name) is None or self.wandb, f"{name} is given, but not --wandb")
+        for name, idle in (("wandb_project", None), ("wandb_entity", None), ("wandb_mode", "offline")):
+            require(getattr(self, name) == idle or self.wandb, f"{name} is given, but not --wandb")
 
 
 @dataclass(frozen=True, kw_only=True)

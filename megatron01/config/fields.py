@@ -154,7 +154,7 @@ class Setting:
         names = self.metadata.get("names", ())
         if names and text not in names and "." not in text:
             raise UserError(problem + nearest(text, names))
-        if "\0" in text:  # what no path has, nor an argument of a program
+        if "\0" in text or (wanted is Path and not text):  # no path has it, nor an argument of a program; none is empty
             raise UserError(problem)
         return wanted(text)
 

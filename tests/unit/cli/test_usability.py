@@ -133,6 +133,39 @@ def test_values_that_no_run_can_use(flag: str, value: str, message: str) -> None
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [  # an empty word is "$FOLDER" without such a variable; as a path it would be the current folder
+        (["compare", "run", "--output", ""], "--output is ''; expected a path"),
+        (["convert", "--load", "", "--output", "x"], "load is empty; expected a folder"),
+        (["data", "merge", "a", "--output", ""], "output_prefix is ''; expected a folder and the start of a file name"),
+        (["data", "merge", "a", "--output", "x/"], "output_prefix is 'x/'; expected a folder and the start of a file"),
+        (["data", "merge", "", "--output", "x"], "input holds an empty path"),
+        (["data", "verify", "a", ""], "input holds an empty path"),
+        (["data", "sample", "--output", ""], "output is empty; expected a folder"),
+        (["watch", ""], "the folder of the run is empty text"),
+        (["checkpoint", "list", ""], "takes one folder, but was given none"),
+        (["compare", "run", "--wandb-mode", "online"], "wandb_mode is given, but not --wandb"),
+        (
+            ["doctor", "--timeout-seconds", "1e308"],
+            "timeout_seconds is 1e+308; expected a positive number, at most 86400",
+        ),
+    ],
+)
+def test_values_that_no_command_can_use(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and not printed.out
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_configuration_without_its_flag_is_recognized() -> None:
     with pytest.raises(
         UserError, match="unexpected argument 'gpt2/117m'; a configuration is given as --config gpt2/117m"
