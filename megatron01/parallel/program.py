@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
-from megatron01.errors import EXIT_FAULT, UserError
+from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.utils.formatting import one_line, painter
 from megatron01.utils.signals import Stopped, is_main_thread
@@ -34,9 +34,9 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
 
     An error that several ranks share is printed by one of them (see ``UserError.scope``); all exit with its status.
     """
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed from the start
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the process ends
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -54,6 +54,9 @@ def run_as_program(main: Callable[[], int | None]) -> NoReturn:
         except KeyboardInterrupt:
             status = EXIT_INTERRUPTED
         except OSError as error:
+            if error.errno == errno.ENOENT and error.filename is None and _current_folder_is_gone():
+                report(UserError("the current folder no longer exists; change to another one"))
+                sys.exit(EXIT_USER_ERROR)
             if not (_output_fails() if error.filename is None else error.errno in _REFUSALS):
                 raise
             place = error.filename or "standard output"
@@ -107,6 +110,14 @@ def _environment_of_rank() -> LaunchEnvironment | None:
     except UserError:
         return None
     return environment if environment.world_size > 1 else None
+
+
+def _current_folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _output_fails() -> bool:

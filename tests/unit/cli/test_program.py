@@ -121,6 +121,31 @@ def test_standard_error_may_be_closed() -> None:
     assert ended.returncode == 0
 
 
+def test_standard_input_may_be_closed() -> None:
+    program = """import sys
+from megatron01.parallel.program import run_as_program
+run_as_program(lambda: len(list(sys.stdin)))"""
+    ended = subprocess.run(["sh", "-c", '"$@" <&-', "sh", sys.executable, "-c", program], check=False)
+    assert ended.returncode == 0
+
+
+def test_a_current_folder_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    program = """import os
+from megatron01.parallel.program import run_as_program
+run_as_program(lambda: os.path.realpath("run"))"""
+    gone = 'mkdir gone && cd gone && rmdir ../gone && "$@"'
+    ended = subprocess.run(
+        ["sh", "-c", gone, "sh", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.getcwd()},
+    )
+    assert ended.returncode == 2
+    assert ended.stderr == "error: the current folder no longer exists; change to another one\n"
+
+
 def test_standard_output_may_lack_characters() -> None:
     program = "from megatron01.parallel.program import run_as_program; run_as_program(lambda: print('l\xe4ufe \u2264'))"
     ended = subprocess.run(
