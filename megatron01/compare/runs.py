@@ -330,8 +330,11 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
     if len(text) > _LONGEST_LINE:
         return None
     line = json_object_or_empty(text)
-    counts = (line.get("iteration"), line.get("consumed_samples", 0))
-    return line if all(type(count) is int and 0 <= count < 1 << 53 for count in counts) else None  # a bool is none
+    counts = (
+        (line.get("iteration"), 10**8),
+        (line.get("consumed_samples", 0), 1 << 53),
+    )  # train_iters has this limit, too
+    return line if all(type(count) is int and 0 <= count <= most for count, most in counts) else None  # a bool is none
 
 
 def number(value: Any) -> float:

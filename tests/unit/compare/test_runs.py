@@ -110,9 +110,10 @@ def test_a_whole_last_line_without_its_end_counts(tmp_path: Path) -> None:
 
 def test_lines_that_are_none_are_counted(tmp_path: Path) -> None:
     text = "nonsense\n" + json.dumps(line(1)) + "\n[]\n" + "[" * 100_000 + "\n" + json.dumps(line(2)) + "\n"
+    text += json.dumps(line(1 << 52)) + "\n"
     run = read_run(write_run(tmp_path / "run", text))
     assert run.last_iteration == 2
-    assert run.notes == ("3 of 5 lines are no lines of metrics and left out (line 1, 3, 4)",)
+    assert run.notes == ("4 of 6 lines are no lines of metrics and left out (line 1, 3, 4, 6)",)
 
 
 def test_of_steps_done_again_the_last_time_counts(tmp_path: Path) -> None:
