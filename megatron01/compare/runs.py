@@ -330,11 +330,10 @@ def parse_line(text: bytes) -> dict[str, Any] | None:
     if len(text) > _LONGEST_LINE:
         return None
     line = json_object_or_empty(text)
-    counts = (
-        (line.get("iteration"), 10**8),
-        (line.get("consumed_samples", 0), 1 << 53),
-    )  # train_iters has this limit, too
-    return line if all(type(count) is int and 0 <= count <= most for count, most in counts) else None  # a bool is none
+    limits = {"iteration": 10**8, "consumed_samples": 1 << 53}  # the first as that of train_iters
+    counts = {"consumed_samples": 0} | line
+    is_valid = all(type(counts.get(name)) is int and 0 <= counts[name] <= most for name, most in limits.items())
+    return line if is_valid else None  # a bool is no count
 
 
 def number(value: Any) -> float:
