@@ -14,7 +14,7 @@ from megatron01.finetune.results import Run
 
 
 def settings(**changes) -> FineTuneConfig:
-    return FineTuneConfig(load="", output=Path(), **{"weight_decay": 0.1} | changes)
+    return FineTuneConfig(load="model", output=Path(), **{"weight_decay": 0.1} | changes)
 
 
 def train(model, *, seed, learning_rate=0.1, progress=lambda run, done, total: None, **changes) -> Training:
