@@ -415,29 +415,19 @@ class TrainTokenizerConfig(TextConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, idle, kind in (
-            ("alphabet_size", 1000, "WordPiece"),
-            ("sentencepiece_type", "unigram", "SentencePiece"),
-        ):
+        for name, kind in (("alphabet_size", "WordPiece"), ("sentencepiece_type", "SentencePiece")):
             require(
-                kind in self.tokenizer_type or getattr(self, name) == idle,
+                kind in self.tokenizer_type or getattr(self, name) == getattr(type(self), name),
                 f"{name} is given, but {self.tokenizer_type} has none; leave it out",
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _PairsConfig(Bounded):
-    """Pairs of token files."""
-
-    input: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(all(self.input), "input holds an empty path; expected paths of .bin/.idx pairs")
+def _check_pairs(pairs: tuple[str, ...]) -> None:
+    require(all(pairs), "input holds an empty path; expected paths of .bin/.idx pairs")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeConfig(_PairsConfig):
+class MergeConfig:
     """Make one pair of token files out of several."""
 
     input: tuple[str, ...]
@@ -447,16 +437,20 @@ class MergeConfig(_PairsConfig):
     """Path of the new pair without extension."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        _check_pairs(self.input)
         _check_prefix(self.output_prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyConfig(_PairsConfig):
+class VerifyConfig(Bounded):
     """Check token files to the last byte."""
 
     input: tuple[str, ...]
     """Paths of .bin/.idx pairs, or folders of them; their extensions may stay, so that data/*.idx is such a list."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_pairs(self.input)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -537,8 +531,9 @@ class CompareConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, idle in (("wandb_project", None), ("wandb_entity", None), ("wandb_mode", "offline")):
-            require(getattr(self, name) == idle or self.wandb, f"{name} is given, but not --wandb")
+        for name in ("wandb_project", "wandb_entity", "wandb_mode"):
+            is_given = getattr(self, name) != getattr(type(self), name)
+            require(self.wandb or not is_given, f"{name} is given, but not --wandb")
 
 
 @dataclass(frozen=True, kw_only=True)

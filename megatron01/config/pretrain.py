@@ -228,12 +228,9 @@ class LoggingConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.run_dir), "run_dir is empty; expected a folder")
-        for name, is_given in (
-            ("wandb_name", self.wandb_name is not None),
-            ("wandb_checkpoints", self.wandb_checkpoints),
-        ):
+        for name in ("wandb_name", "wandb_checkpoints"):
             require(
-                not is_given or self.wandb_project is not None,
+                self.wandb_project is not None or getattr(self, name) == getattr(type(self), name),
                 f"{name} is given, but not wandb_project; give --wandb-project as well",
             )
 

@@ -900,11 +900,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
     def _replica_buffers(self) -> dict[str, Tensor]:
         """As ``replica_state``, without finishing a delayed exchange or clearing a stale u."""
         numbers = [float(self.step_count), *self._guard.scalars(), *self._own_scalars()]
-        own = {"m": self._local.m, "u": self._local.u}
-        if self._exchange is not None:
-            own |= self._exchange.exchange.state()
-        if self._quantized is not None:
-            own |= self._quantized.state()
+        own = {"m": self._local.m, "u": self._local.u, **self._error_buffers()}
         if self._delay:
             unrecorded = (False, False) if self._unrecorded is None else self._unrecorded
             numbers += [float(self._weights_are_ahead), float(self._unrecorded is not None), *map(float, unrecorded)]
@@ -942,6 +938,11 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         own = self._replica_buffers()
         left_out = {"scalars", "weights", *self.error_places()}
         return {name: buffer for name, buffer in own.items() if name not in left_out}
+
+    def _error_buffers(self) -> dict[str, Tensor]:
+        """The residuals of exchanged steps and of quantized gradients, by name."""
+        errors = {} if self._exchange is None else self._exchange.exchange.state()
+        return errors if self._quantized is None else errors | self._quantized.state()
 
     def error_places(self) -> dict[str, ErrorPlace]:
         """For each error buffer in ``replica_state`` the blocks of the whole flat buffer that it belongs to."""
@@ -983,9 +984,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             coefficients = self._coefficients(self.step_count, np.zeros_like(self._moving), 1.0, refresh=False)
             self._run(SYNCHRONIZE, coefficients)
         self._local.since_sync = self._local.start
-        before = {} if self._exchange is None else self._exchange.exchange.state()
-        before |= {} if self._quantized is None else self._quantized.state()
-        for error in before.values():
+        for error in self._error_buffers().values():
             error.zero_()
         if "error" in errors:
             self._adopt_errors(errors["error"])

@@ -179,9 +179,9 @@ def _expand_ranges(ranges: str, item: str) -> list[str]:
     numbers: list[str] = []
     for part in ranges.split(","):
         bounds = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18}))?", part)
-        first, last = (bounds.group(1), bounds.group(2) or bounds.group(1)) if bounds else ("0", str(_MOST))
-        if int(last) - int(first) >= _MOST:
+        if bounds is None or int(bounds[2] or bounds[1]) - int(bounds[1]) >= _MOST:
             raise UserError(f"cannot read the list of hosts {item!r}; expected numbers and ranges in the brackets")
+        first, last = bounds[1], bounds[2] or bounds[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
