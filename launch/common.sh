@@ -45,7 +45,28 @@ require_whole() {
 # require_script SCRIPT: end if it is no file, and not an option of Python such as -m.
 require_script() {
     case $1 in -*) return ;; esac
-    [ -f "$1" ] || fail "there is no file $1; expected pretrain_gpt.py or pretrain_bert.py (or: pretrain gpt, pretrain bert)"
+    [ -f "$1" ] ||
+        fail "there is no file $1 (from $PWD); expected pretrain_gpt.py or pretrain_bert.py (or: pretrain gpt, pretrain bert)"
+}
+
+# settings_of PROCESSES COMMAND...: print what one of so many processes says to its settings; status 2 if they are wrong.
+settings_of() {
+    RANK=0 WORLD_SIZE=$1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=localhost \
+        "${@:2}" --print-config 2>&1 >/dev/null | sed 's/^\[rank 0\] //'
+}
+
+# require_settings PROCESSES SCRIPT FLAGS...: end if these are wrong, before a launcher adds a page of its own to each
+# process's line. Scripts of others may not know --print-config, and are not asked.
+require_settings() {
+    local said
+    case "/$2 ${3:-}" in
+    "/-m megatron01" | */pretrain_gpt.py\ * | */pretrain_bert.py\ *)
+        said=$(settings_of "$1" "$PYTHON" "${@:2}") || [ $? != 2 ] || {
+            echo "$said" >&2
+            exit 2
+        }
+        ;;
+    esac
 }
 
 # refuse_flags "FLAG ..." REASON ARGUMENTS...: end if one of the flags, which the script gives itself, is an argument.

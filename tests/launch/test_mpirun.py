@@ -79,6 +79,8 @@ def test_a_host_file_says_where(tmp_path: Path) -> None:
         (["--dry-run", "x.py"], {"REPLICAS": "all"}, "REPLICAS is 'all'; expected a whole number of at least 1"),
         (["x.py"], {"MAX_RESTARTS": "many"}, "MAX_RESTARTS is 'many'; expected a whole number of at least 0"),
         (["x.py"], {}, "there is no file x.py"),
+        (["pretrain_gpt.py", "--lr", "x"], {}, "error: --lr is 'x'; expected a number"),
+        (["pretrain", "gpt", "--save", "x", "--global-batch-size", "12"], {"REPLICAS": "8"}, "x 8 replicas = "),
         (["x.py", "--load=a", "--load", "auto"], {}, "--load=a is overridden by this script, which gives --load auto"),
     ],
 )
@@ -125,6 +127,6 @@ def test_it_starts_again_after_faults_alone(
     (tmp_path / "mpirun").chmod(0o755)
     (tmp_path / "statuses").write_text("".join(f"{number}\n" for number in statuses))
     variables = {"CALLS": str(tmp_path / "calls"), "STATUSES": str(tmp_path / "statuses"), "OF_DOCTOR": str(doctor)}
-    done = start("pretrain_gpt.py", path=tmp_path, MAX_RESTARTS="2", **variables)
+    done = start("pretrain_gpt.py", "--save", tmp_path, path=tmp_path, MAX_RESTARTS="2", **variables)
     assert done.returncode == status, done.stderr
     assert (tmp_path / "calls").read_text().split() == calls.split()

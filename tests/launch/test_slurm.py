@@ -72,7 +72,7 @@ def test_without_a_clone_the_commands_of_the_program_take_the_place_of_scripts(t
     ("arguments", "message"),
     [
         (["a b", "pretrain_bert.py"], "the name is 'a b'"),
-        (["a", "pretrain_t5.py"], "pretrain_t5.py; expected pretrain_bert.py or pretrain_gpt.py"),
+        (["a", "pretrain_t5.py"], f"there is no file pretrain_t5.py (from {ROOT}); expected pretrain_gpt.py"),
         (["a"], "expected a name and a script"),
         (["a", "pretrain_gpt.py"], "PROLOGUE is no/modules.sh, which is no file"),
     ],
