@@ -37,6 +37,8 @@ from megatron01.utils.files import write_atomically, writing
 from megatron01.utils.formatting import columns, format_duration, markdown, one_line
 
 PAGE_NAME = "index.html"
+_OF_OURS = b'<meta name="generator" content="megatron01 compare">'  # stands in the head of every page
+_HEAD = 4096  # bytes
 _MOST_NAMED = 4  # runs in a note
 _WIDTH = 120  # of text on the terminal
 
@@ -156,12 +158,18 @@ def _notes_about(section: Section) -> list[str]:
 def write(parts: Sequence[Part], config: CompareConfig, notes: Sequence[str]) -> list[Path]:
     """Write the page and, if asked for, a figure of each panel; returns their paths, the page's first.
 
-    Figures of an earlier page in the folder are removed. Raises UserError if a file cannot be written or removed.
+    An earlier page in the folder is replaced, and its figures are removed. Raises UserError if the folder has an
+    index.html of something else, or a file cannot be written or removed.
     """
     path = config.output / PAGE_NAME
     figures = re.compile(rf"(\d+_)?({'|'.join(map(file_name, charts.TITLES))})\.png")
-    earlier = [file for file in config.output.glob("*.png") if figures.fullmatch(file.name)] if path.exists() else []
+    earlier: list[Path] = []
     with writing(f"--output {config.output}"):
+        if path.is_file():
+            with path.open("rb") as old:
+                if _OF_OURS not in old.read(_HEAD):
+                    raise UserError(f"{path} is no page of compare; remove it, or give another --output")
+            earlier = [file for file in config.output.glob("*.png") if figures.fullmatch(file.name)]
         config.output.mkdir(parents=True, exist_ok=True)
         write_atomically(path, page.render(config.title, parts, notes))
     files = [path]

@@ -61,6 +61,15 @@ def test_figures_of_an_earlier_comparison_do_not_stay_beside_the_page(compare: A
     assert {path.name for path in out.iterdir()} == left
 
 
+def test_a_page_of_something_else_is_not_replaced(compare: Any, tmp_path: Path) -> None:
+    page = tmp_path / "out" / "index.html"
+    page.parent.mkdir()
+    page.write_text("<!doctype html><title>My site</title>")
+    printed = compare(write_run(tmp_path / "a", lines()), "--no-png", status=2)
+    assert printed == f"error: {page} is no page of compare; remove it, or give another --output\n"
+    assert page.read_text() == "<!doctype html><title>My site</title>"
+
+
 def test_what_cannot_be_shown_is_said_and_the_rest_is_shown(compare: Any, tmp_path: Path) -> None:
     good = write_run(tmp_path / "good", lines())
     empty = write_run(tmp_path / "empty", "")
