@@ -6,10 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from megatron01.config import Precision
-from megatron01.config.fields import Below1, Bounded, NotNegative, Positive, UpTo1
+from megatron01.config.fields import Below1, Bounded, Bounds, Positive, UpTo1
 from megatron01.errors import nearest, require
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ def peak_of(name: str, precision: Precision, *, tf32: bool = False) -> float | N
 
 CPU = "cpu"
 
+_Measured = Annotated[float, Bounds(lambda value: 1e-6 <= value <= 1e6, "a number from 0.000001 to 1000000")]
+_Added = Annotated[float, Bounds(lambda value: 0 <= value <= 1e6, "a number from 0 to 1000000")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig(Bounded):
@@ -107,19 +110,19 @@ class ClusterConfig(Bounded):
     """Kind of GPU: a100, h100, v100 and others; or cpu, for which --compute-seconds must be given."""
     mfu: UpTo1 = 0.4
     """Share of the GPU's peak that forward and backward passes reach without communication."""
-    compute_seconds: Positive[float] | None = None
+    compute_seconds: _Measured | None = None
     """Measured seconds of a forward and backward pass of one micro-batch, in place of what mfu and the GPU give."""
-    link_gbits: Positive[float] = 10.0
+    link_gbits: _Measured = 10.0
     """10^9 bits a second that a node can send, and receive, as measured (iperf3), not as printed on the card."""
-    link_latency_us: NotNegative[float] = 30.0
+    link_latency_us: _Added = 30.0
     """Microseconds that a message takes from node to node, software included."""
-    inside_gbytes: Positive[float] | None = None
+    inside_gbytes: _Measured | None = None
     """10^9 bytes a second that a process can send to others of its node; the GPU's own when not given."""
-    memory_gbytes_per_second: Positive[float] | None = None
+    memory_gbytes_per_second: _Measured | None = None
     """10^9 bytes a second that a copy reads and writes, as measured; 88 % of the GPU's data sheet when not given."""
     jitter: Below1 = 0.0
     """Standard deviation of a replica's compute time from step to step, as a share of it."""
-    price: NotNegative[float] | None = None
+    price: _Added | None = None
     """Price of one GPU for an hour."""
 
     def __post_init__(self) -> None:

@@ -36,6 +36,13 @@ def test_a_forecast(run: Any) -> None:
     assert max(map(len, printed.splitlines())) <= 130
 
 
+def test_rates_of_no_machine_are_refused(run: Any) -> None:
+    for flag, value in (("link-gbits", "1e-300"), ("compute-seconds", "1e300"), ("link-latency-us", "1e300")):
+        message = run(*LARGE, f"--{flag}", value, status=2)
+        assert f"{flag.replace('-', '_')} is {float(value)}; expected a number from 0" in message
+        assert message.count("\n") == 1
+
+
 def test_a_single_replica_has_nothing_to_hide_or_compress(run: Any) -> None:
     printed = run(*LARGE, "--nodes", "1", "1", "--processes-per-node", "1", "--compute-seconds", "0.2")
     assert "recommended: adam (a single replica sends nothing)" in printed
