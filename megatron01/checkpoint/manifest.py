@@ -331,6 +331,9 @@ def open_checkpoint(
 
 def _metadata(entries: Mapping[str, Any]) -> CheckpointMetadata:
     """From the entries of metadata.json; LookupError, TypeError or ValueError if one is missing, unknown or wrong."""
+    for name in (entry.name for entry in dataclasses.fields(CheckpointMetadata) if entry.type == "int"):
+        if type(value := entries.get(name, 0)) is not int:
+            raise ValueError(f"{name} is {json.dumps(value)}, not a whole number")
     parameters = {name: tuple(shape) for name, shape in entries["parameters"].items()}
     files = {name: StoredFile(**stored) for name, stored in entries["files"].items()}
     for name in files:

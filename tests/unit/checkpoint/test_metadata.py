@@ -119,6 +119,15 @@ def test_what_was_edited_is_noticed(tmp_path):
         read_metadata(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["iteration", "consumed_samples", "world_size", "tensor_model_parallel_size"])
+def test_numbers_are_whole_numbers(tmp_path, name):
+    checkpoint = tmp_path / "iter_0000003"
+    checkpoint.mkdir()
+    write(checkpoint, make_metadata(**{name: None}))
+    with pytest.raises(UserError, match=rf"metadata.json is damaged \(ValueError: {name} is null, not a whole number"):
+        read_metadata(checkpoint)
+
+
 @pytest.mark.parametrize("name", ["../elsewhere", "..", "/etc/passwd", "a/b", "a\0", "", "metadata.json", "a\nb"])
 def test_no_file_outside_of_the_folder(tmp_path, name):
     write(tmp_path, make_metadata(files={name: StoredFile(5, "")}))
