@@ -914,7 +914,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         """Continue from what ``replicated_state`` and ``replica_state`` gave on the same layout of replicas.
 
         Raises:
-            UserError: if a buffer is missing or of another size.
+            UserError: if a buffer is missing, of another size, or not finite.
         """
         own = self.replicated_state() | self._replica_buffers()
         _copy_into(own, replicated | replica)
@@ -968,12 +968,13 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             scalars: fp64[n], of one replica.
 
         Raises:
-            UserError: if a buffer is missing or of another size.
+            UserError: if a buffer is missing, of another size, or not finite.
         """
         numbers, own = scalars.tolist(), self._replica_buffers()["scalars"].numel()
         least = own - _NUM_DELAY_SCALARS if self._delay else own
         if len(numbers) not in (least, least + _NUM_DELAY_SCALARS):
             raise UserError(f"the optimizer state has {len(numbers)} scalars, not {own}; it is another optimizer's")
+        _require_fit(dict.fromkeys(errors, self._local.x), errors)
         _copy_into(self.replicated_state() | self._averaged_buffers(), replicated | average)
         numbers = [*numbers, *[0.0] * _NUM_DELAY_SCALARS][:own]  # it may be of a run with or without a delay
         self._load_scalars(iter(numbers))
@@ -1068,7 +1069,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         """Continue from ``state_dict`` of the same replica, or a portable one; the model's weights are set too.
 
         Raises:
-            UserError: if the state is another optimizer's or replica's, or of other parameters.
+            UserError: if the state is another optimizer's or replica's, of other parameters, not whole, or not finite.
         """
         own = safety.owner(self, self._world, self._whole, self.error_places())
         safety.check_state_dict(state_dict, own, self.param_groups, self._local.x, self.step_count)
@@ -1143,8 +1144,13 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             self._exchange.active_is_stale = True
 
 
-def _copy_into(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
-    """Copy tensors by name, except ``scalars`` and those that already share memory; none if one does not fit."""
+def _is_finite(tensor: Tensor) -> bool:
+    """True if no element is NaN or infinity; in one pass that allocates nothing, as ``isfinite`` does."""
+    return not tensor.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(tensor))  # NaN if one is
+
+
+def _require_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises UserError if a tensor of ``own`` is missing in ``given``, has another shape there, or is not finite."""
     for name, tensor in own.items():
         if name not in given:
             raise UserError(
@@ -1156,6 +1162,15 @@ def _copy_into(own: dict[str, Tensor], given: dict[str, Tensor]) -> None:
                 f"{name!r} in the optimizer state has {given[name].numel()} elements, not {tensor.numel()}; "
                 "it belongs to another model, block size or number of replicas"
             )
+        if given[name].data_ptr() != tensor.data_ptr() and not _is_finite(given[name]):
+            raise UserError(
+                f"{name!r} in the optimizer state holds NaN or infinity; load a state from before the run diverged"
+            )
+
+
+def _copy_into(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, except ``scalars`` and those that already share memory; none if one does not fit."""
+    _require_fit(own, given)
     for name, tensor in own.items():
         if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
             tensor.copy_(given[name])

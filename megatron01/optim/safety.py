@@ -438,14 +438,22 @@ def check_state_dict(
     Raises:
         UserError: if it cannot, naming what differs.
     """
-    content = state if isinstance(state, Mapping) else {}
-    portable = content.get("portable")
-    if missing := {"owner", "replicated", "param_groups", *(() if portable else ["replica"])} - set(content):
-        raise UserError(
-            f"the optimizer state lacks {sorted(missing)}; expected what state_dict() or portable_state_dict() of"
-            f" {own['optimizer']} gave"
-        )
+
+    def require_entries(wanted: Iterable[str], given: Any, part: str = "") -> None:
+        if missing := set(wanted) - set(given if isinstance(given, Mapping) else ()):
+            raise UserError(
+                f"the optimizer state{part} lacks {sorted(missing)}; expected what state_dict() or"
+                f" portable_state_dict() of {own['optimizer']} gave"
+            )
+
+    portable = state.get("portable") if isinstance(state, Mapping) else None
+    require_entries({"owner", "replicated", "param_groups", *(() if portable else ["replica"])}, state)
     given, groups = state["owner"], state["param_groups"]
+    require_entries(own.keys() - {"errors"}, given, "'s owner")  # which earlier states lack
+    if isinstance(portable, Mapping):
+        require_entries(("average", "errors", "scalars"), portable, "'s portable part")
+    for group in groups:
+        require_entries(("weight_decay", "lr_scale"), group, "'s param_groups")
     if given["optimizer"] != own["optimizer"]:
         raise UserError(f"the state is one of {given['optimizer']}; expected one of {own['optimizer']}")
     for number, (ours, theirs) in enumerate(zip_longest(own["shapes"], given["shapes"], fillvalue="none")):

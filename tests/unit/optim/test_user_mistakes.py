@@ -554,6 +554,51 @@ def test_a_state_of_which_a_part_does_not_fit_changes_nothing() -> None:
         assert optimizer.fingerprint() == before and optimizer.param_groups[0]["weight_decay"] != 0.5
 
 
+@pytest.mark.parametrize(("kind", "name"), [(ZeroOneAdam, "x"), (OneBitAdam, "v"), (BinSGDM, "m"), (SGDM, "m")])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_state_that_is_not_finite_is_refused(kind: Any, name: str, value: float) -> None:
+    optimizer = trained(0, kind)
+    for state in (trained(2, kind).state_dict(), trained(2, kind).portable_state_dict()):
+        parts = (state["replicated"], state.get("replica", {}), state.get("portable", {}).get("average", {}))
+        (part,) = (part for part in parts if name in part)
+        part[name][3] = value
+        before = optimizer.fingerprint()
+        with pytest.raises(UserError, match=f"'{name}' in the optimizer state holds NaN or infinity; load a"):
+            optimizer.load_state_dict(state)
+        assert optimizer.fingerprint() == before
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("owner", r"state lacks \['owner'\]; expected what"),
+        ("owner shapes", r"state's owner lacks \['shapes'\]; expected what"),
+        ("replica scalars", "lacks 'scalars'"),
+        ("param_groups 0 lr_scale", r"state's param_groups lacks \['lr_scale'\]"),
+        ("portable errors", r"state's portable part lacks \['errors'\]"),
+        ("portable scalars", r"state's portable part lacks \['scalars'\]"),
+        ("portable average m", "lacks 'm'"),
+        ("replicated x", "lacks 'x'"),
+    ],
+)
+def test_a_state_that_lacks_an_entry_is_refused(path: str, message: str) -> None:
+    state = copy.deepcopy(trained(2).portable_state_dict() if "portable" in path else trained(2).state_dict())
+    part: Any = state
+    *places, name = path.split()
+    for place in places:
+        part = part[int(place) if place.isdigit() else place]
+    del part[name]
+    with pytest.raises(UserError, match=message):
+        trained(0).load_state_dict(state)
+
+
+def test_errors_that_are_not_finite_are_refused() -> None:
+    state = trained(2).portable_state_dict()
+    state["portable"]["errors"]["error"][0] = float("nan")
+    with pytest.raises(UserError, match="'error' in the optimizer state holds NaN or infinity"):
+        trained(0).load_state_dict(state)
+
+
 @pytest.mark.parametrize(("nodes", "processes"), [(4, 1), (2, 2)])
 def test_a_state_whose_errors_belong_to_other_elements_is_refused(
     monkeypatch: pytest.MonkeyPatch, nodes: int, processes: int
@@ -576,9 +621,9 @@ def test_a_state_whose_errors_belong_to_other_elements_is_refused(
     optimizer(256).load_state_dict(state)
 
 
-def trained(steps: int) -> ZeroOneAdam:
+def trained(steps: int, kind: Callable[..., Any] = ZeroOneAdam) -> Any:
     parameter = nn.Parameter(torch.ones(5))
-    optimizer = ZeroOneAdam([parameter], 0.1)
+    optimizer = kind([parameter], 0.1)
     for _ in range(steps):
         parameter.square().sum().backward()
         optimizer.step()
