@@ -63,7 +63,9 @@ def fine_tune(
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]  # biases and layer norms
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=run.learning_rate)
-    schedule = get_linear_schedule_with_warmup(optimizer, math.ceil(config.warmup_fraction * num_steps), num_steps)
+    # a warm-up begins with a rate of 0, at which a run of a single step would train nothing
+    warmup = math.ceil(config.warmup_fraction * num_steps) if num_steps > 1 else 0
+    schedule = get_linear_schedule_with_warmup(optimizer, warmup, num_steps)
     torch.manual_seed(run.seed)
     model.train()
     total, last_tenth = torch.zeros(2, device=next(model.parameters()).device)

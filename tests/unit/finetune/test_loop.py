@@ -65,6 +65,13 @@ def test_the_learning_rate_rises_from_0_and_falls_to_0(fraction, warmup, monkeyp
     assert rates == pytest.approx([0.1 * share for share in expected])
 
 
+def test_a_run_of_one_step_trains():
+    model = Model()
+    before = weights(model)
+    assert train(model, seed=0, epochs=0.1).num_steps == 1
+    assert not torch.equal(weights(model), before)
+
+
 def test_training_is_adam_with_decoupled_decay_and_clipping():
     """Against a plain loop: an incomplete last batch, clipping, and no weight decay of vectors."""
     model, plain = Model(), Model()
