@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -107,8 +108,15 @@ def _open_worker(open_bench: Callable[..., FineTuneBench], config: Any, device: 
 
 def measure(bench: FineTuneBench, run: Run, progress: StepCallback) -> Result:
     """Execute a run. Raises UserError if the GPU's memory is too small for it."""
-    try:
+    with _memory_of(run):
         return bench.measure(run, progress)
+
+
+@contextmanager
+def _memory_of(run: Run) -> Iterator[None]:
+    """Context manager that raises UserError, which names the run, if the GPU's memory is too small for it."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"{run} needs more memory than the GPU has; lower --jobs, --batch-sizes, --eval-batch-size or --max-length"
@@ -165,7 +173,9 @@ class Sweep:
         if not pending:
             return
         devices = devices_for(self._config)
-        if len(pending) > 1 and (seconds := self._bench.estimate(pending)) is not None:
+        with _memory_of(pending[0]):
+            seconds = self._bench.estimate(pending) if len(pending) > 1 else None
+        if seconds is not None:
             duration = format_duration(seconds / len(devices))
             print(f"about {duration} in all, estimated from a few steps of the first run", flush=True)
         start, num_done = time.monotonic(), 0
@@ -271,7 +281,7 @@ class Sweep:
             run = setting.best_run(self._columns_of[task][0].metric)
             marker = config.output / "finished" / f"{task}-{wanted}.json"
             contents = json.dumps(asdict(run) | {"data": self._bench.fingerprint(task)}) + "\n"
-            with writing(config.output):
+            with writing(config.output), _memory_of(run):
                 if marker.is_file() and marker.read_bytes() == contents.encode():
                     print(f"{run}: written before; to do it again, remove {marker}")
                     continue

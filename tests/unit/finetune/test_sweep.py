@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,6 +113,15 @@ class Bench:
 
     def fingerprint(self, task):
         return "d 2+1"
+
+    def estimate(self, runs):
+        raise torch.OutOfMemoryError("2 GiB")
+
+
+def test_an_estimate_that_needs_too_much_memory_is_one_line(tmp_path):
+    bench = Bench(GlueConfig(load="m", input="i", output=tmp_path, batch_sizes=(512,), device="cpu"))
+    with pytest.raises(UserError, match=r"RTE batch 512 lr 1e-05 seed 0 needs more memory than the GPU has; lower"):
+        Sweep(bench, ["RTE"]).execute()
 
 
 @pytest.mark.parametrize("data", ["d 1+2", "d"])  # divided otherwise; and of a version that did not record it
