@@ -131,7 +131,7 @@ def _locked(entry: Path) -> Iterator[bool]:
     since, has_warned = time.monotonic(), False
     while True:
         try:
-            file = open_locked(path)
+            file = open_locked(path, for_lock_alone=True)
             break
         except BlockingIOError:
             if not has_warned and time.monotonic() - since > _SECONDS_BEFORE_WARNING:

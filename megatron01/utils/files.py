@@ -78,15 +78,20 @@ def open_to_change(path: Path, *, create: bool = True) -> IO[bytes]:
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o666), "r+b")
 
 
-def open_locked(path: Path, *, create: bool = True) -> IO[bytes]:
+def open_locked(path: Path, *, create: bool = True, for_lock_alone: bool = False) -> IO[bytes]:
     """As ``open_to_change``, with an exclusive lock (flock) that is held until the file is closed or the process ends.
 
     On a file system without locks the file is opened unlocked. The filelock package would leave lock files there that
-    outlive a killed process, and cannot lock a file that holds data. Raises BlockingIOError if another process holds
-    the lock.
+    outlive a killed process, and cannot lock a file that holds data. With ``for_lock_alone`` a file that may not be
+    written, another user's, is opened for reading. Raises BlockingIOError if another process holds the lock.
     """
     while True:
-        file = open_to_change(path, create=create)
+        try:
+            file = open_to_change(path, create=create)
+        except PermissionError:
+            if not (for_lock_alone and path.exists()):
+                raise
+            file = FileIO(path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -125,6 +125,11 @@ class FolderOwner:
             self._file = open_to_change(self.path)
             owner = self._claim_file()
         except OSError as error:
+            if isinstance(error, PermissionError) and self.path.exists():
+                raise UserError(
+                    f"{self.path} cannot be written ({error.strerror}): another user's job writes there, or was killed;"
+                    " delete the file once that job has ended, or give another folder"
+                ) from error
             raise UserError(
                 f"{self.folder} cannot be written ({error.strerror}); expected a folder for this job's files"
             ) from error

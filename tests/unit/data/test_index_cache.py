@@ -13,6 +13,7 @@ import pytest
 
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
 from megatron01.errors import UserError
+from megatron01.utils import files
 
 DESCRIPTION = {"kind": "test", "seed": 1, "bounds": (0, 3)}
 
@@ -139,6 +140,33 @@ def test_a_builder_that_dies_is_replaced(tmp_path: Path) -> None:
     second.join(30)
     assert second.exitcode == 0 and (tmp_path / "n").read_text() == "xx"
     load(tmp_path / "c", Builder())
+
+
+def test_the_lock_file_of_another_user_is_waited_for_and_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Users who share a cache folder cannot write each other's files."""
+    context = multiprocessing.get_context("fork")
+    first = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 60))
+    first.start()
+    while not (tmp_path / "n").exists():
+        time.sleep(0.01)
+    (lock,) = (tmp_path / "c").iterdir()
+
+    def refused(path: Path, **_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(files, "open_to_change", refused)
+    second = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 0))
+    second.start()
+    second.join(0.3)
+    assert second.exitcode is None  # it waits
+    first.kill()
+    second.join(30)
+    assert second.exitcode == 0 and (tmp_path / "n").read_text() == "xx" and not lock.exists()
+    load(tmp_path / "c", Builder())
+    with pytest.raises(UserError, match="Permission denied; set data_cache_path to a writable folder"):
+        load(tmp_path / "d", Builder())  # no file is there: the folder cannot be written
 
 
 def test_what_a_killed_builder_had_written_is_removed(tmp_path: Path) -> None:

@@ -150,6 +150,17 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path):
         own(tmp_path / "file")
 
 
+def test_a_file_that_another_user_has_left_is_named(tmp_path, monkeypatch):
+    (tmp_path / OWNER_NAME).write_text(entry())
+
+    def refused(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(ownership, "open_to_change", refused)
+    with pytest.raises(UserError, match=f"{OWNER_NAME} cannot be written .* delete the file once that job has ended"):
+        own(tmp_path)
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 def test_a_folder_that_cannot_be_looked_at_for_a_while_is_an_error_of_one_line(tmp_path, monkeypatch, number):
     """As where a Kerberos ticket has expired, or a file server does not answer: a save fails, and the next may not."""
