@@ -196,7 +196,7 @@ def _start_worker(worker: int) -> None:
     """Set up a worker process: one thread, as replicas share a machine's cores, and the first stop signal ignored.
 
     Launchers and Ctrl-C signal whole process groups. The parent then finishes its step, for which it needs batches, and
-    saves a checkpoint; so a worker continues after the first signal and ends at the second.
+    saves a checkpoint; so a worker continues after the first signal and ends at a later one.
     """
     torch.set_num_threads(1)
     leave_signals_to_parent()

@@ -165,9 +165,17 @@ def blocking_signals() -> Iterator[None]:
 def leave_signals_to_parent() -> None:
     """In a forked process: drop the signal handlers and wakeup descriptor inherited from the parent.
 
-    The first signal of each kind is then ignored, as launchers and Ctrl-C signal whole process groups; the second ends
-    the process.
+    A first signal of each kind is then ignored, as launchers and Ctrl-C signal whole process groups, and so is its
+    repetition within ``SECONDS_OF_ONE_REQUEST``; a later one ends the process.
     """
+    arrived: dict[int, float] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if now - arrived.setdefault(number, now) > SECONDS_OF_ONE_REQUEST:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        signal.signal(number, handle)

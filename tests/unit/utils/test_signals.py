@@ -137,3 +137,16 @@ def test_a_process_that_was_forked_tells_its_parent_nothing():
         os.waitpid(child, 0)
         time.sleep(0.05)
         assert stop.reason is None
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(1.0, 0), (3.0, -signal.SIGTERM)])
+def test_a_process_that_was_forked_takes_a_signal_that_comes_twice_for_one(monkeypatch, seconds, status):
+    """torchrun forwards a signal to the process groups of its ranks, and SLURM sends it to every process."""
+    child = os.fork()
+    if child == 0:
+        leave_signals_to_parent()
+        for now in (0.0, seconds):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+            os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
