@@ -2,6 +2,8 @@
 # comment at the top of the script; --dry-run is removed and kept in the array dry_run. It reads DOCTOR, PYTHON and
 # INTERFACE from the environment.
 
+unset CDPATH # cd would search other folders, and print where it went
+
 fail() {
     echo "error: $*" >&2
     exit 2

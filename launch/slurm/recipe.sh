@@ -13,7 +13,7 @@
 # end of the first and continues it; PHASES=1 omits the second, PHASES=2 submits it alone. What a run writes goes to
 # runs/MODEL_OPTIMIZER. Everything that can be set for submit.sh in the environment can be set here too.
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd -P)
+here=$(realpath "$(dirname "$0")")
 source "$here/../common.sh"
 if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone, paths are relative to its root
     cd "$here/../.."

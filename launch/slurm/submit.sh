@@ -32,7 +32,7 @@
 #   NODES=4 PYTHON=python3 SRUN_OPTIONS="--container-image=/images/torch.sqsh --container-mounts=$PWD,/data \
 #       --container-workdir=$PWD" launch/slurm/submit.sh bert_base pretrain_bert.py --config configs/bert/base.yaml
 set -euo pipefail
-here=$(cd "$(dirname "$0")" && pwd -P)
+here=$(realpath "$(dirname "$0")")
 source "$here/../common.sh"
 if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone, paths are relative to its root; an installed package has none
     cd "$here/../.."

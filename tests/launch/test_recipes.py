@@ -39,6 +39,16 @@ def after(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
+def test_an_exported_search_path_of_cd_changes_nothing() -> None:
+    command = ["launch/slurm/recipe.sh", "--dry-run", "gpt2_117m", "adam"]
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "true"}
+    plain, searching = (
+        subprocess.run(command, env=environment | added, capture_output=True, text=True, check=False, cwd=ROOT)
+        for added in ({}, {"CDPATH": f".:{ROOT}"})
+    )
+    assert (searching.returncode, searching.stdout, searching.stderr) == (0, plain.stdout, plain.stderr)
+
+
 @pytest.mark.parametrize("model", STEPS)
 def test_the_comparison_of_a_model(model: str) -> None:
     done = run("compare.sh", "--dry-run", model, "--seed", "7")
