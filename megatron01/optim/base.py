@@ -85,6 +85,7 @@ from megatron01.optim.settings import CommonArguments, CommonSettings, check_agr
 from megatron01.optim.zero import ShardedReplica
 
 _NUM_DELAY_SCALARS = 4
+_LAID_OUT = "parameters cannot be added or removed after construction: the flat buffers are laid out once"
 
 
 class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
@@ -158,6 +159,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._corrects_momentum = momentum_bias_correction
         self._max_grad_norm, self._partial = settings.max_grad_norm, settings.partial
         self._shown_rates = [schedule.peak_lr] * len(self.param_groups)
+        self._sizes = [*map(len, map(itemgetter("params"), self.param_groups))]
+        self._followed: list[Any] = []  # what of the groups may change, as ``show_learning_rates`` found it last
         self._moving = np.array([*[1.0] * len(self.param_groups), 0.0])  # by group, and for frozen parameters
         # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
         self._defers = not delay and rule is not Rule.SOFT_SIGN
@@ -308,7 +311,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._constructed:
-            raise UserError("parameters cannot be added after construction: the flat buffers are laid out once")
+            raise UserError(_LAID_OUT)
         super().add_param_group(param_group)
         check_group(param_group, self.defaults["lr"])
 
@@ -318,16 +321,21 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         Returns fp64[groups + 1]: the schedule's rate times each group's ``lr_scale``, and 0 for frozen parameters.
 
         Raises:
-            UserError: if the rate is negative or not finite, or a group's ``lr`` was changed from outside.
+            UserError: if the rate is negative or not finite, or a group was changed from outside: its ``lr`` or
+                parameters, or another setting to one that cannot be followed.
         """
+        groups = self.param_groups
+        changeable = [*map(len, groups), *map(itemgetter("weight_decay", "lr_scale"), groups)]
+        if changeable != self._followed or self._sizes != [*map(len, map(itemgetter("params"), groups))]:
+            self._follow_groups(changeable)
         rate = float(self._schedule.lr(self.step_count))
         if not 0 <= rate < math.inf:
             raise UserError(
                 f"the schedule's learning rate of step {self.step_count} is {rate}; expected a finite number of at"
                 " least 0"
             )
-        rates = rate * np.array([*map(itemgetter("lr_scale"), self.param_groups), 0.0])
-        for index, group in enumerate(self.param_groups):
+        rates = rate * np.array([*map(itemgetter("lr_scale"), groups), 0.0])
+        for index, group in enumerate(groups):
             if group["lr"] not in (self._shown_rates[index], rates[index]):
                 remedy = "make one of a torch scheduler by TabulatedSchedule.from_torch, or use lr_scale"
                 if group["lr"] == 0.0:
@@ -341,6 +349,15 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 )
             self._shown_rates[index] = group["lr"] = float(rates[index])
         return rates
+
+    def _follow_groups(self, changeable: list[Any]) -> None:
+        """Check the groups, which are new or were changed from outside; ``changeable``: what of them may change."""
+        if self._sizes != [*map(len, map(itemgetter("params"), self.param_groups))]:
+            raise UserError(_LAID_OUT)
+        for group in self.param_groups:
+            # torch's schedulers leave initial_lr and the like there
+            check_group({key: value for key, value in group.items() if not key.endswith("_lr")}, group["lr"])
+        self._followed = changeable
 
     # Overridden by subclasses.
 

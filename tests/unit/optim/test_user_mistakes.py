@@ -65,6 +65,57 @@ def test_a_torch_scheduler_on_it_is_not_ignored_in_silence() -> None:
             scheduler.step()
 
 
+def set_betas(group: dict[str, Any]) -> None:
+    group["betas"] = (0.5, 0.9)
+
+
+def set_decay_to_nan(group: dict[str, Any]) -> None:
+    group["weight_decay"] = math.nan
+
+
+def set_text_as_scale(group: dict[str, Any]) -> None:
+    group["lr_scale"] = "0.1"
+
+
+def append_parameter(group: dict[str, Any]) -> None:
+    group["params"].append(nn.Parameter(torch.ones(3)))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (set_betas, r"^a parameter group sets \['betas'\]; expected only weight_decay and lr_scale beside params"),
+        (set_decay_to_nan, "^a parameter group has weight_decay nan; expected a number of at least 0"),
+        (set_text_as_scale, "^a parameter group has lr_scale '0.1'; expected a positive factor"),
+        (append_parameter, "^parameters cannot be added or removed after construction"),
+    ],
+)
+def test_changes_of_a_group_that_the_next_step_cannot_follow_are_refused_there(
+    change: Callable[[dict[str, Any]], None], text: str
+) -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = ZeroOneAdam([parameter], 1e-2)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    change(optimizer.param_groups[0])
+    before = parameter.detach().clone()
+    with pytest.raises(UserError, match=text):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+
+
+def test_a_group_taken_out_by_hand_is_refused_and_one_changed_within_its_range_is_followed() -> None:
+    one, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    optimizer = ZeroOneAdam([{"params": [one]}, {"params": [other]}], 1e-2)
+    optimizer.param_groups[1]["weight_decay"] = 0.5
+    optimizer.param_groups[1]["initial_lr"] = 1e-2  # torch's schedulers leave it there
+    optimizer.step()
+    assert torch.equal(one, torch.ones(4)) and torch.all(other < 1.0)
+    del optimizer.param_groups[1]
+    with pytest.raises(UserError, match="cannot be added or removed"):
+        optimizer.step()
+
+
 def new_memory(layer: nn.Linear, weight: torch.Tensor) -> None:
     layer.weight.data = weight
 
