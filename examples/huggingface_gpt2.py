@@ -135,6 +135,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.resume and not arguments.save:
         parser.error("--resume needs --save, the folder of the checkpoints")
+    if arguments.resume and not (arguments.save / "latest").is_file():
+        parser.error(f"--resume found no checkpoint in {arguments.save}; leave it out to start anew")
     return arguments
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,17 @@ def test_huggingface(tmp_path: Path) -> None:
     assert not torch.equal(first["replica"]["u"], second["replica"]["u"]), "local steps are each replica's own"
     model = GPT2LMHeadModel.from_pretrained(tmp_path / "model")
     assert model.lm_head.weight is model.transformer.wte.weight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "folder"), [("huggingface_gpt2.py", "--save"), ("transformers_trainer.py", "--output")]
+)
+def test_to_resume_where_nothing_was_saved_is_one_line(script: str, folder: str, tmp_path: Path) -> None:
+    command = [sys.executable, ROOT / "examples" / script, folder, str(tmp_path), "--resume"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.endswith(f"error: --resume found no checkpoint in {tmp_path}; leave it out to start anew\n")
 
 
 @pytest.mark.slow
