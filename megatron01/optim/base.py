@@ -1159,6 +1159,16 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._candidates.copy_(active_candidates(self._flat, self._masks, frozen))
         if self._exchange is not None:
             self._exchange.active_is_stale = True
+        if before - frozen and self._second_moment is not None and not self._plan(self.step_count).averages:
+            self._check_seen(before - frozen)
+
+    def _check_seen(self, thawed: Collection[int]) -> None:
+        """Warn of ``thawed`` parameters without a second moment, at a step that does not refresh it."""
+        names = [self._whole.parameters[index].name for index in thawed]
+        values = [(parameter.name, v) for parameter, _, v in self._flat.named_slices(self._local.v)]
+        unseen = [name for name, v in values if name in names and not v.any()]
+        if unseen and self._world.rank == 0:
+            safety.warn_of_unseen(unseen)
 
 
 def _is_finite(tensor: Tensor) -> bool:

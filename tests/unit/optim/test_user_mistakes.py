@@ -213,6 +213,35 @@ def test_parameters_that_the_model_no_longer_has_are_noticed_once(caplog: pytest
     assert "had no gradient" in text and "load_state_dict(assign=True)" in text
 
 
+def test_a_parameter_thawed_after_the_second_moment_has_frozen_without_it_does_not_stand_still_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It has no step size, and never gets one: gradual unfreezing would train a part of the model."""
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.named_parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=2)
+    layer.weight.requires_grad_(False)
+    for _ in range(4):
+        one_step(layer, optimizer)
+    assert not caplog.messages
+    layer.weight.requires_grad_(True)
+    one_step(layer, optimizer)
+    (text,) = caplog.messages
+    assert text.startswith("weight ") and "variance_freeze_step" in text
+    one_step(layer, optimizer)
+    assert len(caplog.messages) == 1
+
+
+def test_a_parameter_thawed_with_a_second_moment_is_trained_on(caplog: pytest.LogCaptureFixture) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = ZeroOneAdam(layer.named_parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=2)
+    for step in range(9):
+        layer.weight.requires_grad_(step < 2 or step > 5)
+        before = layer.weight.detach().clone()
+        one_step(layer, optimizer)
+    assert not torch.equal(layer.weight, before)
+    assert not caplog.messages
+
+
 def test_gradients_that_are_kept_are_not_those_of_the_next_backward_pass() -> None:
     """Whoever compares the gradients of two losses or batches keeps them, as torch makes new ones."""
     layer = nn.Linear(4, 4)
