@@ -5,6 +5,7 @@ source "$(dirname "$0")/common.sh"
 cd "$(dirname "$0")/.."
 [ $# = 3 ] || fail "expected three words: setup.sh PYTHON VENV EXTRA"
 python=$1 venv=$2 extra=$3
+[ -w . ] || fail "$PWD cannot be written to by this user; clone the repository to a folder of your own"
 
 command -v "$python" >/dev/null || fail "no $python on this machine; install Python 3.11 or newer, or give PYTHON=/path/to/it"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||

@@ -71,6 +71,18 @@ def test_the_number_of_replicas_is_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_clone_that_this_user_may_not_write_to_is_one_line(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    tmp_path.chmod(0o555)
+    command: list[str | Path] = [tmp_path / "launch" / "setup.sh", sys.executable, ".venv", "logging"]
+    if os.geteuid() == 0:  # which may write anywhere
+        user = ["--reuid", "12345", "--regid", "12345", "--clear-groups"]
+        command = ["setpriv", *user, "--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search", *command]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    expected = f"error: {tmp_path} cannot be written to by this user; clone the repository to a folder of your own\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
 def test_it_prepares_trains_both_models_and_goes_on_when_run_again(checkout: Path) -> None:
     output = quickstart(checkout)
     assert output.count("Adam would send") == 2 and output.count("test loss") == 2
