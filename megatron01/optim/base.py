@@ -159,7 +159,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._corrects_momentum = momentum_bias_correction
         self._max_grad_norm, self._partial = settings.max_grad_norm, settings.partial
         self._shown_rates = [schedule.peak_lr] * len(self.param_groups)
-        self._sizes = [*map(len, map(itemgetter("params"), self.param_groups))]
+        self._sizes = [len(group["params"]) for group in self.param_groups]
         self._followed: list[Any] = []  # what of the groups may change, as ``show_learning_rates`` found it last
         self._moving = np.array([*[1.0] * len(self.param_groups), 0.0])  # by group, and for frozen parameters
         # the soft-sign rule writes m and b when x moves: by then it must be known whether the gradient is finite
@@ -325,9 +325,13 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 parameters, or another setting to one that cannot be followed.
         """
         groups = self.param_groups
+        if [*map(len, map(itemgetter("params"), groups))] != self._sizes:
+            raise UserError(_LAID_OUT)
         changeable = [*map(len, groups), *map(itemgetter("weight_decay", "lr_scale"), groups)]
-        if changeable != self._followed or self._sizes != [*map(len, map(itemgetter("params"), groups))]:
-            self._follow_groups(changeable)
+        if changeable != self._followed:
+            for group in groups:  # torch's schedulers leave initial_lr and the like there
+                check_group({key: value for key, value in group.items() if not key.endswith("_lr")}, group["lr"])
+            self._followed = changeable
         rate = float(self._schedule.lr(self.step_count))
         if not 0 <= rate < math.inf:
             raise UserError(
@@ -349,15 +353,6 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 )
             self._shown_rates[index] = group["lr"] = float(rates[index])
         return rates
-
-    def _follow_groups(self, changeable: list[Any]) -> None:
-        """Check the groups, which are new or were changed from outside; ``changeable``: what of them may change."""
-        if self._sizes != [*map(len, map(itemgetter("params"), self.param_groups))]:
-            raise UserError(_LAID_OUT)
-        for group in self.param_groups:
-            # torch's schedulers leave initial_lr and the like there
-            check_group({key: value for key, value in group.items() if not key.endswith("_lr")}, group["lr"])
-        self._followed = changeable
 
     # Overridden by subclasses.
 
