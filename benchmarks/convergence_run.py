@@ -39,11 +39,15 @@ from megatron01.utils.files import writing
 EVALUATIONS = 8
 HELD_OUT_SEED = 0
 VOCABULARY = 512
-# BERT of size "yardstick": many masked tokens a step, and heads initialized by ``attend_to_neighbours``.
+# BERT of sizes "yardstick" and "words": many masked tokens a step, and heads initialized by ``attend_to_neighbours``.
 BERT: dict[str, dict[str, Any]] = {
     "model": {"init_method_std": 0.1, "num_attention_heads": 2},
     "data": {"objective": "none", "masking": "token", "mask_prob": 0.2},
     "training": {"micro_batch_size": 16, "eval_iters": 6},
+}
+PUBLISHED = {
+    "gpt2": {"vocab_file": "gpt2-vocab.json", "merge_file": "gpt2-merges.txt"},
+    "bert": {"vocab_file": "bert-base-uncased-vocab.txt"},
 }
 WARMUP_SHARE = 0.1
 SHAPES: dict[str, dict[str, dict[str, int]]] = {
@@ -51,6 +55,16 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
         "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64},
         "data": {"seq_length": 64},
         "training": {"micro_batch_size": 4, "eval_iters": 32},
+    },
+    "wide": {
+        "model": {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 64},
+        "data": {"seq_length": 64},
+        "training": {"micro_batch_size": 4, "eval_iters": 32},
+    },
+    "words": {  # the published vocabularies
+        "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 32},
+        "data": {"seq_length": 32},
+        "training": {"micro_batch_size": 4, "eval_iters": 24},
     },
     "yardstick": {  # learns from context within a minute: a small vocabulary, and many examples of each token
         "model": {
@@ -105,8 +119,10 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
     prefix = data / ("gpt_text_document" if run.task == "gpt2" else "bert_text_sentence")
     if run.size == "yardstick":
         prefix, files = small_vocabulary(run.task, data)
-        if run.task == "bert":
-            shape = {part: values | BERT[part] for part, values in shape.items()}
+    if run.size == "words":
+        files = {name: str(ROOT / "data" / "vocab" / file) for name, file in PUBLISHED[run.task].items()}
+    if run.task == "bert" and run.size in ("yardstick", "words"):
+        shape = {part: values | BERT[part] for part, values in shape.items()}
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **shape["model"]),

@@ -88,6 +88,10 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
     found["bert_recipe"] = _refreshed(64, max(1, steps // 10))  # as configs/bert/base.yaml
     for kappa, until in ((32, 300), (64, 120), (64, 300), (64, 400), (128, 400)):
         found[f"kappa{kappa}_frozen{until}"] = _refreshed(kappa, until)
+    for size in (64, 256, 4096, 16384):
+        found[f"block{size}"] = {**FOUR_BITS, "block_size": size}
+    found["bert_recipe_rows"] = {**found["bert_recipe"], "block_size": 64}
+    found["no_bits"] = {**FOUR_BITS, "compressor": "none"}
     for until in (300, 400):
         found[f"kappa64_frozen{until}_from_4"] = {**_refreshed(64, until), **FROM_4}
     return {
