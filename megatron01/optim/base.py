@@ -1172,7 +1172,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _require_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raises UserError if a tensor of ``own`` is missing in ``given``, has another shape there, or is not finite."""
+    """Raises UserError if a tensor of ``own`` is missing in ``given``, has another shape there, or is not finite.
+
+    ``scalars`` need not be finite: 1-bit Adam's freeze step is infinite until it is known.
+    """
     for name, tensor in own.items():
         if name not in given:
             raise UserError(
@@ -1184,7 +1187,7 @@ def _require_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None
                 f"{name!r} in the optimizer state has {given[name].numel()} elements, not {tensor.numel()}; "
                 "it belongs to another model, block size or number of replicas"
             )
-        if given[name].data_ptr() != tensor.data_ptr() and not _is_finite(given[name]):
+        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr() and not _is_finite(given[name]):
             raise UserError(
                 f"{name!r} in the optimizer state holds NaN or infinity; load a state from before the run diverged"
             )
