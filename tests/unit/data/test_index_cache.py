@@ -6,6 +6,7 @@ import errno
 import fcntl
 import multiprocessing
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -126,45 +127,44 @@ def test_others_wait_for_the_builder(tmp_path: Path) -> None:
     assert len(list((tmp_path / "c").iterdir())) == 1  # no lock file is left
 
 
-def test_a_builder_that_dies_is_replaced(tmp_path: Path) -> None:
+def kill_one_of_two_builders(folder: Path, before_second: Callable[[], object]) -> None:
+    """The second, which starts after ``before_second()``, waits for the first, which is killed, and takes over."""
     context = multiprocessing.get_context("fork")
-    first = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 60))
+    first = context.Process(target=build_slowly, args=(folder / "c", folder / "n", 60))
     first.start()
-    while not (tmp_path / "n").exists():
+    while not (folder / "n").exists():
         time.sleep(0.01)
-    second = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 0))
+    before_second()
+    second = context.Process(target=build_slowly, args=(folder / "c", folder / "n", 0))
     second.start()
     second.join(0.3)
     assert second.exitcode is None  # it waits
     first.kill()
     second.join(30)
-    assert second.exitcode == 0 and (tmp_path / "n").read_text() == "xx"
-    load(tmp_path / "c", Builder())
+    assert second.exitcode == 0 and (folder / "n").read_text() == "xx"
+    load(folder / "c", Builder())
+
+
+def test_a_builder_that_dies_is_replaced(tmp_path: Path) -> None:
+    kill_one_of_two_builders(tmp_path, lambda: None)
 
 
 def test_the_lock_file_of_another_user_is_waited_for_and_keeps_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Users who share a cache folder cannot write each other's files."""
-    context = multiprocessing.get_context("fork")
-    first = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 60))
-    first.start()
-    while not (tmp_path / "n").exists():
-        time.sleep(0.01)
-    (lock,) = (tmp_path / "c").iterdir()
+    locks: list[Path] = []
 
     def refused(path: Path, **_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(files, "open_to_change", refused)
-    second = context.Process(target=build_slowly, args=(tmp_path / "c", tmp_path / "n", 0))
-    second.start()
-    second.join(0.3)
-    assert second.exitcode is None  # it waits
-    first.kill()
-    second.join(30)
-    assert second.exitcode == 0 and (tmp_path / "n").read_text() == "xx" and not lock.exists()
-    load(tmp_path / "c", Builder())
+    def refuse() -> None:
+        locks.extend((tmp_path / "c").iterdir())
+        monkeypatch.setattr(files, "open_to_change", refused)
+
+    kill_one_of_two_builders(tmp_path, refuse)
+    (lock,) = locks
+    assert not lock.exists()
     with pytest.raises(UserError, match="Permission denied; set data_cache_path to a writable folder"):
         load(tmp_path / "d", Builder())  # no file is there: the folder cannot be written
 
