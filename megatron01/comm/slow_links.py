@@ -5,7 +5,7 @@ on a slow link the answer waits behind the data, and two peers send one after th
 to twice the time. Here all receives are posted before anything is sent, and in round k rank r sends to rank r + k while
 it receives from rank r - k: at any time each link carries one row in each direction, and no receiver has several
 senders. Small rows on fast links cost more this way, as Python starts each message. ``link_rate`` measures where that
-matters.
+matters, once for each group.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class PairwiseRounds:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._group = process_group
         self._rank, self._size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._sender = _sender_of(process_group)
+        self._links = _links_of(process_group)
 
     def start(self, received: torch.Tensor, sent: torch.Tensor) -> _Batch:
         """Row i of ``received`` (uint8[size, row_bytes]) comes from process i; row j of ``sent``, or its only row, goes
         to process j."""
         places, rank, size = received.view(self._size, -1), self._rank, self._size
         rows = sent.view(-1, places.size(1)).expand(size, -1)
-        tag = self._sender.next_tag()
+        tag = self._links.next_tag()
         receiving = []
         for step in range(1, size):
             source = (rank - step) % size
@@ -58,7 +58,7 @@ class PairwiseRounds:
             batch.send_next()
             batch.finished.set()
         else:
-            self._sender.hand_over(batch)
+            self._links.hand_over(batch)
         places[rank].copy_(rows[rank])
         return batch
 
@@ -66,9 +66,16 @@ class PairwiseRounds:
 def link_rate(process_group: dist.ProcessGroup | None) -> float:
     """Bytes per second of a message to the next rank while one from the previous rank arrives.
 
-    Collective; returns the slowest rank's rate on all. It takes some milliseconds, or the time of a few messages of 32
-    KB where that is longer.
+    Collective; returns the slowest rank's rate on all. The first call for a group measures: it takes some milliseconds,
+    or the time of a few messages of 32 KB where that is longer.
     """
+    links = _links_of(process_group)
+    if links.rate is None:
+        links.rate = _measured_rate(process_group)
+    return links.rate
+
+
+def _measured_rate(process_group: dist.ProcessGroup | None) -> float:
     rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
     following, preceding = (rank + 1) % size, (rank - 1) % size
     num_bytes = _SMALLEST
@@ -136,13 +143,17 @@ class _Batch:
         self.wait_for_last()
 
 
-class _Sender:
-    """The message tags and the sender thread of one group, shared by all its ``PairwiseRounds``.
+class _Links:
+    """What all ``PairwiseRounds`` of one group share: message tags and the thread that sends.
 
-    The thread ends when the sender is garbage-collected.
+    The thread ends when this object is garbage-collected.
+
+    Attributes:
+        rate: bytes per second (see ``link_rate``), the same on all processes; None until measured.
     """
 
     def __init__(self) -> None:
+        self.rate: float | None = None
         self._calls = 0
         self._batches: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
         self._has_thread = False
@@ -163,15 +174,15 @@ class _Sender:
 
 
 # A tag may be used once at a time, and several optimizers may share a group, with a transport each. A process group
-# takes no further attributes, so its sender is kept here for as long as it lives.
-_senders: weakref.WeakKeyDictionary[dist.ProcessGroup, _Sender] = weakref.WeakKeyDictionary()
+# takes no further attributes, so its links are kept here for as long as it lives.
+_links: weakref.WeakKeyDictionary[dist.ProcessGroup, _Links] = weakref.WeakKeyDictionary()
 
 
-def _sender_of(process_group: dist.ProcessGroup | None) -> _Sender:
-    """The one sender of a group. It holds no reference to the group, which that would keep alive."""
+def _links_of(process_group: dist.ProcessGroup | None) -> _Links:
+    """The one object of a group. It holds no reference to the group, which that would keep alive."""
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None, "torch.distributed is not initialized"
-    return _senders.setdefault(group, _Sender())
+    return _links.setdefault(group, _Links())
 
 
 def _send(batches: queue.SimpleQueue[_Batch | None]) -> None:
