@@ -1,4 +1,4 @@
-"""``launch/quickstart.sh``, which ``make pretrain`` runs, from a copy of the source tree."""
+"""``launch/quickstart.sh``, which ``make pretrain`` runs, in a folder of its own."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("megatron01", "configs", "data", "launch", "pretrain_gpt.py", "pretrain_bert.py")
 SHORT = {
     "--train-iters": 6,
     "--lr-warmup-iters": 1,
@@ -25,27 +22,15 @@ SHORT = {
 }
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in PARTS:
-        if (ROOT / name).is_dir():
-            ignored = shutil.ignore_patterns("__pycache__", "prepared", "cache")
-            shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-        else:
-            shutil.copy(ROOT / name, folder / name)
-    return folder
-
-
-def quickstart(checkout: Path) -> str:
+def quickstart(folder: Path) -> str:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(checkout),
+        "PYTHONPATH": str(ROOT),
     }
     flags = [str(word) for pair in SHORT.items() for word in pair]
     done = subprocess.run(
-        [checkout / "launch" / "quickstart.sh", *flags],
-        env=environment, cwd=checkout, capture_output=True, text=True, timeout=300, check=False,
+        [ROOT / "launch" / "quickstart.sh", *flags],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -85,13 +70,13 @@ def test_a_clone_that_this_user_may_not_write_to_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (2, expected)
 
 
-def test_it_prepares_trains_both_models_and_goes_on_when_run_again(checkout: Path) -> None:
-    output = quickstart(checkout)
+def test_it_prepares_trains_both_models_and_goes_on_when_run_again(tmp_path: Path) -> None:
+    output = quickstart(tmp_path)
     assert output.count("Adam would send") == 2 and output.count("test loss") == 2
     for model in ("gpt2", "bert"):
-        lines = (checkout / "runs" / f"{model}_debug" / "metrics.jsonl").read_text().splitlines()
+        lines = (tmp_path / "runs" / f"{model}_debug" / "metrics.jsonl").read_text().splitlines()
         metrics = [json.loads(line) for line in lines]
         assert [line["iteration"] for line in metrics] == [2, 3, 4, 6]
         assert [line["iteration"] for line in metrics if "eval_loss" in line] == [3, 6]
         assert metrics[-1]["comm_bytes"] > 0 and {line["sync_kind"] for line in metrics} >= {"full"}
-    assert quickstart(checkout).count("continuing after iteration 6") == 2
+    assert quickstart(tmp_path).count("continuing after iteration 6") == 2
