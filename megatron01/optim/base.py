@@ -1155,15 +1155,21 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if self._exchange is not None:
             self._exchange.active_is_stale = True
         if before - frozen and self._second_moment is not None and not self._plan(self.step_count).averages:
-            self._check_seen(before - frozen)
+            self._warn_of_unseen(before - frozen)
 
-    def _check_seen(self, thawed: Collection[int]) -> None:
-        """Warn of ``thawed`` parameters without a second moment, at a step that does not refresh it."""
-        names = [self._whole.parameters[index].name for index in thawed]
+    def _warn_of_unseen(self, indices: Collection[int]) -> None:
+        """Warn of those of the parameters ``indices`` that have no second moment to divide by."""
+        names = {self._whole.parameters[index].name for index in indices}
         values = [(parameter.name, v) for parameter, _, v in self._flat.named_slices(self._local.v)]
         unseen = [name for name, v in values if name in names and not v.any()]
-        if unseen and self._world.rank == 0:
+        if unseen and self._topology.world.rank == 0:
             safety.warn_of_unseen(unseen)
+
+    def _freezes(self) -> None:
+        """Called after the last refresh of the second moment: parameters that have none will take no steps."""
+        left_out = self._local.frozen.union(self._masks)
+        # only parameters without a gradient now are looked at, as each costs a host sync
+        self._warn_of_unseen([index for index in self._whole.without_gradient() if index not in left_out])
 
 
 def _is_finite(tensor: Tensor) -> bool:

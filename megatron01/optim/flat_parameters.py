@@ -417,7 +417,11 @@ class FlatParameters:
     @property
     def has_gradients(self) -> bool:
         """True if a parameter has a ``grad`` or ``main_grad``."""
-        return any(t.grad is not None or getattr(t, "main_grad", None) is not None for t in self.tensors)
+        return len(self.without_gradient()) < len(self.tensors)
+
+    def without_gradient(self) -> list[int]:
+        """Numbers of the parameters that have neither ``grad`` nor ``main_grad``."""
+        return [i for i, t in enumerate(self.tensors) if t.grad is None and getattr(t, "main_grad", None) is None]
 
     def gather_gradients(
         self, blocks: tuple[int, int] | None = None, *, parameters: Sequence[int] | None = None

@@ -116,6 +116,8 @@ class OneBitAdam(FlatOptimizer):
             self._warn(f"it is not at step {step}, half-way through the run")
         if self._automatic and (step + 1) % self._check_interval == 0:
             self._freeze_if_stable(step)
+        if step + 1 >= self._freeze_step:
+            self._freezes()
 
     def _freeze_if_stable(self, step: int) -> None:
         """Freeze the second moment if its norm is stable; it is replicated, so all replicas decide the same."""

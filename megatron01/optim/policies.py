@@ -120,9 +120,16 @@ class VariancePolicy:
                 return False
         elif step >= self._freeze_step:
             return False
-        # refreshes a * kappa to (a + 1) * kappa - 1 start at step kappa * (2^a - 1) and lie 2^a apart
-        doublings = (step // self._kappa + 1).bit_length() - 1
-        return (step - self._kappa * ((1 << doublings) - 1)) % (1 << doublings) == 0
+        distance = self._distance(step)
+        return (step - self._kappa * (distance - 1)) % distance == 0
+
+    def is_last(self, step: int) -> bool:
+        """Whether ``step``, which is in T_v, is the last one there."""
+        return not self.refreshes(step + self._distance(step))
+
+    def _distance(self, step: int) -> int:
+        """Steps between two refreshes: number a * kappa to (a + 1) * kappa - 1 start at kappa (2^a - 1), 2^a apart."""
+        return 1 << ((step // self._kappa + 1).bit_length() - 1)
 
     def table(self, steps: int, frozen_from: int) -> NDArray[np.bool_]:
         """bool[steps], ``refreshes``, where the second moment is frozen from step ``frozen_from`` on."""

@@ -350,11 +350,11 @@ def warn_of_local_clipping(num_replicas: int) -> None:
 
 
 def warn_of_unseen(names: Sequence[str]) -> None:
-    """Warn of parameters that are to move and have no second moment at a step that does not refresh it."""
+    """Warn of parameters that are to move and have no second moment when it freezes, or at a step without a refresh."""
     logger.warning(
-        "%s had no gradient at any full step, and so no second moment to divide by: weights stay as they are until the"
-        " next full step, or for good if the second moment is frozen. Unfreeze parameters before that"
-        " (variance_freeze_step, or freeze_step of 1-bit Adam, sets when)",
+        "%s had no gradient at any full step, and so no second moment to divide by: they take no steps until the next"
+        " full step, or for good if the second moment is frozen. Let all that is to be trained have a gradient before"
+        " that (variance_freeze_step, or freeze_step of 1-bit Adam, sets when)",
         ", ".join(names[:3]) + (f" and {len(names) - 3} other parameters" if len(names) > 3 else ""),
     )
 

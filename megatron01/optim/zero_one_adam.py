@@ -117,6 +117,11 @@ class ZeroOneAdam(FlatOptimizer):
         sync = self._sync_policy
         return StepPlan(self._variance_policy.refreshes(step), sync.synchronizes(step), sync.interval(step))
 
+    def _averaged(self, coefficients: Coefficients) -> None:
+        super()._averaged(coefficients)
+        if self._variance_policy.is_last(self.step_count):
+            self._freezes()
+
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         found = super()._coefficients(step, rates, multiplier, refresh=refresh)
         since = found.since_sync  # this step included

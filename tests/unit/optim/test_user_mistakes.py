@@ -242,6 +242,53 @@ def test_a_parameter_thawed_with_a_second_moment_is_trained_on(caplog: pytest.Lo
     assert not caplog.messages
 
 
+class TwoHeads(nn.Module):
+    """Linear layers 4 to 4, of which ``late`` is only called on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls_late = False
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:  # (b, 4) -> (b, 4)
+        return self.first(inputs) + (self.late(inputs) if self.calls_late else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("build", "frozen_from"),
+    [
+        (lambda named: ZeroOneAdam(named, 1e-2, variance_kappa=1, variance_freeze_step=11), 8),  # T_v: 0, 1, 3, 7
+        (lambda named: ZeroOneAdam(named, 1e-2, sync_policy="doubling:5,5"), 10),
+        (lambda named: OneBitAdam(named, 1e-2, freeze_step=6), 6),
+    ],
+)
+def test_a_parameter_without_a_gradient_until_the_second_moment_freezes_does_not_stand_still_in_silence(
+    build: Callable[[Any], ZeroOneAdam | OneBitAdam], frozen_from: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A branch of the model that is used later, or an expert that got no tokens, would not be trained."""
+    model = TwoHeads()
+    optimizer = build(model.named_parameters())
+    for step in range(30):
+        model.calls_late = step > 15
+        assert len(caplog.messages) == (step >= frozen_from)
+        one_step(model, optimizer)
+    (text,) = caplog.messages
+    assert text.startswith("late.weight, late.bias had no gradient at any full step") and "freeze_step" in text
+
+
+@pytest.mark.parametrize("never", ["frozen", "masked"])
+def test_a_parameter_that_is_to_stand_still_may_do_so(never: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = TwoHeads()
+    masks = {"late.weight": torch.zeros(4, dtype=torch.bool), "late.bias": torch.zeros(4, dtype=torch.bool)}
+    optimizer = ZeroOneAdam(
+        model.named_parameters(), 1e-2, variance_freeze_step=4, masks=masks if never == "masked" else None
+    )
+    model.late.requires_grad_(never == "masked")
+    for _ in range(8):
+        one_step(model, optimizer)
+    assert not caplog.messages
+
+
 def test_gradients_that_are_kept_are_not_those_of_the_next_backward_pass() -> None:
     """Whoever compares the gradients of two losses or batches keeps them, as torch makes new ones."""
     layer = nn.Linear(4, 4)
