@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from datetime import datetime
 from pathlib import Path
 
@@ -20,15 +21,16 @@ def list_all(folder: str) -> None:
         note = "newest" if iteration == newest else ""
         try:
             metadata = manifest.read_metadata(place)
-        except UserError as error:
-            rows.append((str(iteration), "", "", "", "", f"damaged: {error}"))
+            written = datetime.fromtimestamp(place.stat().st_mtime).isoformat(" ", "minutes")
+        except (UserError, FileNotFoundError) as error:
+            if os.path.lexists(place):  # else a run has deleted it meanwhile
+                rows.append((str(iteration), "", "", "", "", f"damaged: {error}"))
             continue
-        written = datetime.fromtimestamp(place.stat().st_mtime).isoformat(" ", "minutes")
         megabytes = f"{metadata.num_bytes / 1e6:.1f}"
         rows.append((str(iteration), str(metadata.num_replicas), metadata.optimizer, megabytes, written, note))
     print("\n".join(columns(rows, left=6)))
     for left_over in manifest.left_overs(path):
-        print(f"{left_over.name} was left by a save or deletion that was interrupted; the next save removes it")
+        print(f"{left_over.name} is of a save or deletion that goes on or was interrupted; the next save removes it")
 
 
 def inspect(folder: str) -> None:
@@ -68,6 +70,9 @@ def verify(folder: str) -> None:
             metadata = manifest.read_metadata(place)
             manifest.check_contents(place, metadata.files, metadata.files)
         except UserError as error:
+            if not os.path.lexists(place):  # --keep-last of a run that goes on
+                print(f"{place.name}  deleted meanwhile")
+                continue
             damaged += 1
             print(f"{place.name}  DAMAGED  {error}")
         else:

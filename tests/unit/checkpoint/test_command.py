@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
+from megatron01.checkpoint import manifest
 from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
 from megatron01.cli import COMMANDS
 from megatron01.errors import UserError
@@ -30,7 +33,7 @@ def test_list(folder, capsys):
     assert lines[0].split()[:2] == ["iteration", "replicas"]
     assert lines[1].startswith("20") and "adam" in lines[1] and "newest" in lines[1]
     assert lines[2].startswith("10") and "damaged" in lines[2]
-    assert "iter_0000030.incomplete was left" in lines[3]
+    assert "iter_0000030.incomplete is of a save or deletion that goes on or was interrupted" in lines[3]
 
 
 def test_list_of_one(folder, capsys):
@@ -68,6 +71,24 @@ def test_verify(folder, capsys):
     assert (
         "iter_0000020  DAMAGED" in shown[0] and "rank_00000.safetensors is damaged" in shown[0] and "intact" in shown[1]
     )
+
+
+def test_what_a_run_deletes_meanwhile_is_not_damaged(folder, capsys, monkeypatch):
+    """--keep-last of a run that goes on: it was there when the folder was listed."""
+    place, saved = iteration_folder(folder, 10), iteration_folder(folder, 20)
+    read = manifest.read_metadata
+
+    def read_while_a_run_deletes(checkpoint):
+        if checkpoint == place:
+            manifest.remove_checkpoint(folder, 10)
+        return read(checkpoint)
+
+    monkeypatch.setattr(manifest, "read_metadata", read_while_a_run_deletes)
+    copy = shutil.copytree(place, folder / "copy")
+    assert run(capsys, "verify", folder).splitlines()[1:] == ["iter_0000010  deleted meanwhile"]
+    copy.rename(place)
+    listed = run(capsys, "list", folder).splitlines()
+    assert len(listed) == 2 and saved.name.endswith(listed[1].split()[0])
 
 
 def test_verify_looks_for_what_the_tracker_names(folder, capsys):
