@@ -3,6 +3,7 @@
 # INTERFACE from the environment.
 
 unset CDPATH # cd would search other folders, and print where it went
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # left over, they would count for more than srun's and mpirun's own
 
 fail() {
     echo "error: $*" >&2

@@ -34,6 +34,8 @@
 set -euo pipefail
 here=$(realpath "$(dirname "$0")")
 source "$here/../common.sh"
+# of a job that this shell runs in; sbatch would pass them on
+unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID SLURM_RESTART_COUNT SLURM_EXPORT_ENV
 if [ -f "$here/../../pretrain_gpt.py" ]; then # in a clone, paths are relative to its root; an installed package has none
     cd "$here/../.."
     here=launch/slurm
@@ -82,6 +84,7 @@ output=${folders[0]}/slurm-%j.log
 read -r -a more <<<"${SBATCH_OPTIONS:-}"
 command=(
     sbatch
+    --export ALL # some clusters set SBATCH_EXPORT=NONE, and job.sh needs what is exported here
     --job-name "$NAME"
     --nodes "${NODES:-16}"
     --ntasks-per-node "$tasks"

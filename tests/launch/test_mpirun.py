@@ -130,3 +130,13 @@ def test_it_starts_again_after_faults_alone(
     done = start("pretrain_gpt.py", "--save", tmp_path, path=tmp_path, MAX_RESTARTS="2", **variables)
     assert done.returncode == status, done.stderr
     assert (tmp_path / "calls").read_text().split() == calls.split()
+
+
+def test_ranks_that_the_shell_exports_do_not_reach_the_processes(tmp_path: Path) -> None:
+    """They would count for more than mpirun's own: each process would be a run of its own."""
+    left_over = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "1")
+    (tmp_path / "mpirun").write_text("#!/bin/sh\nenv\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    done = start("pretrain_gpt.py", "--save", tmp_path, path=tmp_path, DOCTOR="no", **left_over)
+    assert done.returncode == 0, done.stderr
+    assert not {line.partition("=")[0] for line in done.stdout.splitlines()} & set(left_over)

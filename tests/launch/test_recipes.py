@@ -129,6 +129,20 @@ def test_mistakes_are_named(script: str, arguments: list[str], variables: dict[s
     assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_what_is_left_over_in_the_shell_does_not_reach_the_job(tmp_path: Path) -> None:
+    """Variables of torch's launchers, and of a job that this shell runs in; and SBATCH_EXPORT=NONE of some clusters."""
+    (tmp_path / "sbatch").write_text('#!/bin/sh\necho "$@" >"$CALLS"\nenv >"$CALLS.env"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    left_over = [f"SLURM_{name}" for name in ("ARRAY_JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "EXPORT_ENV")]
+    left_over += ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
+    variables = of_job(tmp_path) | dict.fromkeys(left_over, "1") | {"MASTER_ADDR": "host0"}
+    done = run("submit.sh", "a", "pretrain_gpt.py", **variables)
+    assert done.returncode == 0, done.stderr
+    assert "--export ALL " in (tmp_path / "calls").read_text()
+    passed = {line.partition("=")[0] for line in (tmp_path / "calls.env").read_text().splitlines()}
+    assert not passed & set(left_over) and {"NAME", "RUNS", "MASTER_ADDR"} <= passed
+
+
 SRUN = """#!/bin/sh
 case "$*" in *"megatron01 doctor"*) exit 2 ;; esac
 echo "$@" >>"$CALLS"
