@@ -12,7 +12,7 @@
 #   GPUS_PER_NODE=8     0 for CPUs; TASKS_PER_NODE when not given
 #   CPUS_PER_TASK=8     cores of a replica and its data loader
 #   TIME=24:00:00       time limit of one start; the run resumes in the next
-#   WARNING=300         seconds before that limit at which the tasks are told to save and exit
+#   WARNING=300         seconds before that limit at which the tasks are told to save and exit; SLURM may be a minute early
 #   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
 #   DOCTOR=yes          check the machines at every start (megatron01 doctor); no: leave it out
 #   AFTER=              number of a job whose end this one waits for
@@ -71,6 +71,18 @@ if [ -n "$prologue" ]; then
 fi
 require_whole 1 NODES "${NODES:-16}" TASKS_PER_NODE "$tasks" CPUS_PER_TASK "${CPUS_PER_TASK:-8}" ARRAY_LIMIT "${ARRAY_LIMIT:-1}"
 require_whole 0 WARNING "${WARNING:-300}" MAX_FAULTS "${MAX_FAULTS:-3}"
+# minutes[:seconds], hours:minutes:seconds or days-hours[:minutes[:seconds]]; all else, and 0, is no limit or for sbatch to refuse
+limit=${TIME:-24:00:00}
+case $limit in *-* | *:*:*) ;; *) limit=0:$limit ;; esac
+[[ $limit == *-* ]] || limit=0-$limit
+if [[ $limit =~ ^([0-9]+)-([0-9]+)(:([0-9]+))?(:([0-9]+))?$ ]]; then
+    hours=$((10#${BASH_REMATCH[1]} * 24 + 10#${BASH_REMATCH[2]}))
+    seconds=$(((hours * 60 + 10#0${BASH_REMATCH[4]}) * 60 + 10#0${BASH_REMATCH[6]}))
+    earliest=$((${WARNING:-300} + 60)) # SLURM may send it a minute too early
+    [ "$seconds" = 0 ] || [ "$seconds" -gt "$earliest" ] ||
+        fail "TIME is ${TIME:-24:00:00}, but its tasks are told to stop up to $earliest seconds before its end, at every start;" \
+            "give a longer TIME, or a smaller WARNING (now ${WARNING:-300})"
+fi
 export PYTHON MAX_FAULTS=${MAX_FAULTS:-3} DOCTOR=$doctor VARIANTS="${variants[*]}" CPUS_PER_TASK=${CPUS_PER_TASK:-8}
 export SRUN_OPTIONS=${SRUN_OPTIONS:-} CONTAINER=${CONTAINER:-} PROLOGUE=$prologue
 

@@ -122,11 +122,22 @@ def test_the_second_phase_waits_for_the_first(tmp_path: Path, cluster: str) -> N
         ("submit.sh", ["a", "pretrain_gpt.py", "--save", "b"], {}, "--save is given by this script itself, below runs"),
         ("submit.sh", ["a", "pretrain_gpt.py", "--stopped-exit-code=1"], {}, "--stopped-exit-code is given by this"),
         ("submit.sh", ["a", "pretrain_gpt.py", "--load", "b"], {}, "--load=b is overridden by this script"),
+        ("submit.sh", ["a", "pretrain_gpt.py"], {"TIME": "5"}, "TIME is 5, but its tasks are told to stop"),
+        ("submit.sh", ["a", "pretrain_gpt.py"], {"TIME": "0:06:00"}, "up to 360 seconds before"),
+        ("submit.sh", ["a", "pretrain_gpt.py"], {"TIME": "0-0:5", "WARNING": "240"}, "up to 300 seconds before"),
+        ("submit.sh", ["a", "pretrain_gpt.py"], {"TIME": "0-08", "WARNING": "86400"}, "TIME is 0-08, but its tasks"),
     ],
 )
 def test_mistakes_are_named(script: str, arguments: list[str], variables: dict[str, str], expected: str) -> None:
     done = run(script, *arguments, **variables)
     assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("limit", ["7", "6:01", "00:08:00", "1-0", "0-1:09", "0", "UNLIMITED"])
+def test_time_limits_that_leave_time_to_train(limit: str) -> None:
+    done = run("submit.sh", "--dry-run", "a", "pretrain_gpt.py", TIME=limit)
+    assert done.returncode == 0 and done.stderr == ""
+    assert after(commands(done.stdout, "sbatch")[0], "--time") == limit
 
 
 def test_what_is_left_over_in_the_shell_does_not_reach_the_job(tmp_path: Path) -> None:
