@@ -206,6 +206,12 @@ def open_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
                 f"another program uses port {environment.master_port} on rank 0's machine ({socket.gethostname()});"
                 " give another MASTER_PORT"
             ) from None
+        if environment.rank == 0:
+            raise FaultError(
+                f"rank 0, on {socket.gethostname()}, does not reach itself at {environment.rendezvous_endpoint} within"
+                f" {format_duration(timeout.total_seconds())}: set MASTER_ADDR to the name or address of"
+                f" {socket.gethostname()} ({reason[:200]})"
+            ) from error
         # printed by every rank: local rank 0 of this machine may be the one that is missing
         raise FaultError(
             f"the {environment.world_size} replicas did not all connect to {environment.rendezvous_endpoint} (rank 0's"

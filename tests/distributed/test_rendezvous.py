@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import os
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron01.config import DistributedConfig
-from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, UserError
+from megatron01.errors import EXIT_FAULT, EXIT_USER_ERROR, FaultError, UserError
 from megatron01.parallel import LaunchEnvironment, ReplicaGroup, initialize, rendezvous, startup
 from megatron01.parallel.process_groups import format_ranks
 from megatron01.parallel.rendezvous import own_versions
@@ -115,6 +116,15 @@ def test_nodes_from_which_nobody_comes_are_named() -> None:
 def test_a_first_process_that_does_not_come_is_said_by_each() -> None:
     answers = run_ranks(missing, 4, [0, 2, 3], default_group=False)
     assert f"{socket.gethostname()} gets no answer from there" in answers[1][0] and answers[1][1] == EXIT_FAULT
+
+
+def test_an_address_of_another_machine_is_said_by_rank_0() -> None:
+    here = socket.gethostname()
+    elsewhere = LaunchEnvironment(world_size=2, master_addr="198.51.100.1")  # an address for documentation, of nobody
+    with pytest.raises(FaultError) as caught:
+        rendezvous.open_store(elsewhere, None, datetime.timedelta(seconds=1))
+    assert f"rank 0, on {here}, does not reach itself at 198.51.100.1:29500 within 1.0 s" in str(caught.value)
+    assert f"set MASTER_ADDR to the name or address of {here}" in str(caught.value)
 
 
 ALONE = """
