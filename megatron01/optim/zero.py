@@ -105,6 +105,8 @@ class ShardedReplica:
 class NodeGuard(OverflowGuard):
     """``OverflowGuard`` that sends the node's status to the ranks that own the same shard on other nodes.
 
+    Where that is OK, it sends the status of the node's mean: without a loss scaler, nothing has looked at it before.
+
     Attributes:
         of_node: the most severe status of the processes of this node at this step.
     """
@@ -113,8 +115,8 @@ class NodeGuard(OverflowGuard):
         super().__init__(None, 1)
         self.of_node = Status.OK
 
-    def status(self, own: Status | torch.Tensor = Status.OK) -> Status:
-        return self.of_node
+    def status(self, own: Status | torch.Tensor = Status.OK) -> Status | torch.Tensor:
+        return own if self.of_node is Status.OK else self.of_node
 
 
 class NodeProcesses:
