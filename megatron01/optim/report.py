@@ -14,7 +14,8 @@ class CompressionReport:
     """Quantization error of one exchange on this replica.
 
     Attributes:
-        relative_errors: for each bucket, norm of what quantization lost over the norm of what was quantized.
+        relative_errors: for each bucket, norm of what quantization lost over the norm of what was quantized; of random
+            bits over the root of the sum of squares of the bits and of what they lost.
         feedback_ratio: norm of the worker error over that of the exchanged step: how many steps it is behind.
     """
 
