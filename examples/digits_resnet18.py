@@ -186,7 +186,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-interval", type=int, default=50)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for name, value in vars(arguments).items():
+        if type(value) is int and name != "seed" and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected at least 1")
+    return arguments
 
 
 def main() -> None:

@@ -133,6 +133,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in the --save folder")
     parser.add_argument("--export", type=Path, help="folder for the trained model")
     arguments = parser.parse_args()
+    for name, value in vars(arguments).items():
+        if type(value) is int and name != "seed" and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; expected at least 1")
     if arguments.resume and not arguments.save:
         parser.error("--resume needs --save, the folder of the checkpoints")
     if arguments.resume and not (arguments.save / "latest").is_file():

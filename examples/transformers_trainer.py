@@ -30,6 +30,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     parser.add_argument("--cpu", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available())
     given = parser.parse_args()
+    if given.steps < 1:  # the Trainer would train by epochs
+        parser.error(f"--steps is {given.steps}; expected at least 1")
     if given.resume and not any(Path(given.output).glob("checkpoint-*")):
         parser.error(f"--resume found no checkpoint in {given.output}; leave it out to start anew")
     torch.manual_seed(0)

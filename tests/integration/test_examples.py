@@ -71,15 +71,26 @@ def test_huggingface(tmp_path: Path) -> None:
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+NOTHING = "--resume found no checkpoint in nowhere; leave it out to start anew"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "folder"), [("huggingface_gpt2.py", "--save"), ("transformers_trainer.py", "--output")]
+    ("arguments", "message"),
+    [
+        (["huggingface_gpt2.py", "--save", "nowhere", "--resume"], NOTHING),
+        (["transformers_trainer.py", "--output", "nowhere", "--resume"], NOTHING),
+        (["huggingface_gpt2.py", "--steps", "-1"], "--steps is -1; expected at least 1"),
+        (["transformers_trainer.py", "--steps", "-1"], "--steps is -1; expected at least 1"),
+        (["digits_resnet18.py", "--batch-size", "0"], "--batch-size is 0; expected at least 1"),
+    ],
 )
-def test_to_resume_where_nothing_was_saved_is_one_line(script: str, folder: str, tmp_path: Path) -> None:
-    command = [sys.executable, ROOT / "examples" / script, folder, str(tmp_path), "--resume"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+def test_arguments_that_would_train_nothing_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    script, *rest = arguments
+    command = [sys.executable, ROOT / "examples" / script, *rest]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.endswith(f"error: --resume found no checkpoint in {tmp_path}; leave it out to start anew\n")
+    assert done.stderr.endswith(f"error: {message}\n")
 
 
 @pytest.mark.slow
