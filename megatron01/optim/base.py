@@ -554,8 +554,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         )
         self.step_count += 1
         self._traffic.add(step, self.last_step.bytes_sent)
-        if not (plan.averages or isinstance(found.norm, DeferredNorm)):
-            self._norm_watch.record(found.norm)
+        if not isinstance(found.norm, DeferredNorm):
+            self._norm_watch.record(found.norm, is_own=not plan.averages)
         state = [self._local.x] if self._second_moment is None else [self._local.x, self._local.v]
         was_full = step > 0 and self._plan(step - 1).averages
         self._replicas.after(step, plan, self.param_groups, state, was_full=was_full)

@@ -304,7 +304,7 @@ class SameDataWatch:
 
 
 class NormWatch:
-    """Warns once each when a replica's own gradients keep the same norm, or have none.
+    """Warns once each when a replica's own gradients keep the same norm, and when there are none.
 
     In the first case something clips them before the optimizer, on each replica by another factor, between full steps
     too; a single one may be. In the second the model does not learn.
@@ -314,21 +314,25 @@ class NormWatch:
 
     def __init__(self, num_replicas: int) -> None:
         self._norms: deque[float] = deque(maxlen=self._STEPS)
+        self._num_without = 0  # steps in a row
         self._warns_of_clipping, self._warns_of_none = num_replicas > 1, True
 
-    def record(self, norm: float) -> None:
-        """Record the norm of this replica's own gradient."""
-        self._norms.append(norm)
-        highest, lowest = max(self._norms), min(self._norms)
-        if len(self._norms) < self._STEPS:
-            return
-        if self._warns_of_none and highest == 0.0:
+    def record(self, norm: float, *, is_own: bool = True) -> None:
+        """Record the norm of this replica's own gradient, or that of the mean."""
+        self._num_without = 0 if norm else self._num_without + 1
+        if self._warns_of_none and self._num_without == self._STEPS:
             self._warns_of_none = False
             logger.warning(
                 "the optimizer's parameters had no gradient, or one of 0, at %d steps in a row: are they still those of"
                 " the model? load_state_dict(assign=True), say, replaces them; build the optimizer after that",
                 self._STEPS,
             )
+        if not is_own:
+            return
+        self._norms.append(norm)
+        highest, lowest = max(self._norms), min(self._norms)
+        if len(self._norms) < self._STEPS:
+            return
         if self._warns_of_clipping and 0.0 < highest < math.inf and highest - lowest <= 1e-4 * highest:
             self._warns_of_clipping = False
             logger.warning(

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,10 +200,17 @@ def test_weights_that_go_to_shared_memory_are_trained_on(at: int) -> None:
     assert torch.equal(trained_weights(True), trained_weights(False))
 
 
-def test_parameters_that_the_model_no_longer_has_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "build",
+    [partial(ZeroOneAdam, sync_policy="constant:4", variance_freeze_step=1), partial(SGDM, beta=0.9), OneBitAdam],
+    ids=["mostly local steps", "full steps alone", "full steps so far"],
+)
+def test_parameters_that_the_model_no_longer_has_are_noticed_once(
+    build: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     """The model would stand still for the rest of the run."""
     layer = nn.Linear(4, 4)
-    optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1)
+    optimizer = build(layer.parameters(), 1e-2)
     for _ in range(20):
         one_step(layer, optimizer)
     assert not caplog.messages
