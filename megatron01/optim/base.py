@@ -85,6 +85,10 @@ from megatron01.optim.settings import CommonArguments, CommonSettings, check_agr
 from megatron01.optim.zero import ShardedReplica
 
 _NUM_DELAY_SCALARS = 4
+_INTERRUPTED = (
+    "a step was interrupted half-way (by Ctrl-C, say), so there is no state to go on from or to save: start again from"
+    " a saved one, and stop between two steps (a signal handler can set a flag for the loop)"
+)
 _LAID_OUT = "parameters cannot be added or removed after construction: the flat buffers are laid out once"
 
 
@@ -168,6 +172,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self.last_step = None
         self._weights_are_ahead = False  # a result has been received that the model's weights lack
         self._unrecorded: tuple[bool, bool] | None = None  # (overflow here, skipped) of that result's step
+        self._is_half_way = False  # in a step, or one has been interrupted
 
         group = self._process_group = settings.process_group
         topology = (group if isinstance(group, Topology) else Topology.flat(group)).with_own_counters()
@@ -415,13 +420,14 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         step, loss_scale = self.step_count, self._begin_step()
         plan = self._plan(step)  # t in T_v, t in T_u
         unsent = self._exchange.unsent if self._exchange is not None and self._exchange.begun else None
+        rates = self.show_learning_rates()
+        self._is_half_way = True
         # a single replica calls off a synchronization that has no gradient
         may_defer = not plan.synchronizes or (self._defers and not self._is_single)
         found = self._gradients.find(plan.averages, loss_scale, unsent, may_defer=may_defer)  # g; its mean in T_v
         # without a mean the status is of this node alone; the next exchange sends it to the others
         if plan.averages and found.status is Status.GIVING_UP:
             self._give_up()
-        rates = self.show_learning_rates()
         coefficients = self._coefficients(step, rates, found.multiplier, refresh=plan.averages and found.is_used)
         coefficients = replace(coefficients, mean=found.mean)
         # right after a synchronization u is 0: such a step can be called off on all replicas when one overflows
@@ -436,6 +442,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if carried_out and plan.averages:
             self._averaged(coefficients)
         self._end_step(plan, found, carried_out, loss_scale)
+        self._is_half_way = False
         return loss
 
     def _begin_step(self) -> float:
@@ -447,6 +454,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 "step() was called inside replicated_weights(), whose weights are not those that it trains; expected it"
                 " after that context"
             )
+        if self._is_half_way:
+            raise UserError(_INTERRUPTED)
         if self._whole.check_unchanged():
             self._check_unmodified()
         for parameter in self._frozen_at_start:
@@ -598,6 +607,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         The model's weights and the loss scale stay as they are until the next step, so reading the state changes no bit
         of what follows.
         """
+        if self._is_half_way:
+            raise UserError(_INTERRUPTED)
         if any(started is not None and started.begun for started in (self._exchange, self._quantized)):
             raise UserError(
                 "the optimizer's state was asked for between a backward pass, which has started an exchange, and "
@@ -743,6 +754,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
     def _give_up(self) -> NoReturn:
         self._early.end_step()  # the next gradient may be one after a return to an earlier state
+        self._is_half_way = False
         raise self._guard.diverged(self.step_count)
 
     # Weights.

@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -372,6 +373,26 @@ def test_a_step_with_the_replicated_weights_is_refused() -> None:
     with pytest.raises(UserError, match=r"step\(\) .*replicated_weights"), optimizer.replicated_weights():
         one_step(layer, optimizer)
     one_step(layer, optimizer)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        ZeroOneAdam.step,
+        ZeroOneAdam.state_dict,
+        ZeroOneAdam.portable_state_dict,
+        lambda optimizer: optimizer.replicated_weights().__enter__(),
+    ],
+)
+def test_a_step_that_was_interrupted_is_neither_gone_on_from_nor_saved(use: Callable[..., Any]) -> None:
+    """Some of its updates are made, and on several replicas others than elsewhere."""
+    layer, optimizer = after_local_steps()
+    layer(torch.ones(1, 4)).sum().backward()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optimizer, "_end_step", Mock(side_effect=KeyboardInterrupt))
+        optimizer.step()
+    with pytest.raises(UserError, match="interrupted half-way"):
+        use(optimizer)
 
 
 def test_a_state_that_later_steps_have_changed_is_refused() -> None:
