@@ -13,12 +13,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.comm import Topology
@@ -103,8 +105,24 @@ def keep_gradients_local(module: DistributedDataParallel) -> DistributedDataPara
         # keeps the group alive: freed with the module, it waits for gloo's threads, which may need the GIL (torch 2.13)
         atexit.register(lambda group: None, module.process_group)
         module.broadcast_buffers = False
+        # of Join, and of module.join()
+        module.join_hook = partial(_refuse_joining, module)  # type: ignore[method-assign]
         setattr(module, LOCAL_GRADIENTS, True)
     return module
+
+
+class _RefusesJoining(JoinHook):
+    def main_hook(self) -> None:  # called where the batches have ended before those of others
+        raise UserError(
+            "this replica has no batch left and others have, whose step() would wait for it in vain: expected as many"
+            " step() on each (without a backward pass where there is no batch), or data loaders of one length"
+        )
+
+
+def _refuse_joining(module: DistributedDataParallel, **kwargs: Any) -> JoinHook:
+    """In place of a hook whose all-reduces would meet other replicas' exchanges, and which would share weights."""
+    type(module).join_hook(module, **kwargs)  # it also sets what the forward pass reads
+    return _RefusesJoining()
 
 
 def is_averaged(modules: Iterable[object], parameters: Iterable[Tensor], ranks: Sequence[int] | None) -> bool:

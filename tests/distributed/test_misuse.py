@@ -224,6 +224,28 @@ def first_layer_alone(rank: int, size: int) -> int:
     return sent
 
 
+def joins(rank: int, size: int, batches: tuple[int, int], folder: Path) -> str:
+    model = new_model()
+    optimizer = ZeroOneAdam(model.parameters(), SCHEDULE, **OPTIONS)
+    module = safety.keep_gradients_local(DistributedDataParallel(model))
+    try:
+        with module.join():
+            train(module, optimizer, rank, 0, batches[rank])
+    except (UserError, RuntimeError) as error:
+        (folder / str(rank)).write_text(" ".join([str(error), *getattr(error, "__notes__", [])]))
+        raise
+    return optimizer.fingerprint()
+
+
+def test_a_replica_that_joins_with_fewer_batches_is_no_hang(tmp_path: Path) -> None:
+    run_ranks(joins, 2, (9, 5), tmp_path, may_die=[0, 1])
+    going_on, ended = ((tmp_path / rank).read_text() for rank in "01")
+    assert "each must call step() as often as the others" in going_on
+    assert ended.startswith("this replica has no batch left and others have")
+    one, other = run_ranks(joins, 2, (9, 9), tmp_path)
+    assert one == other
+
+
 # An optimizer that replaces another, as for a second phase of training.
 
 
