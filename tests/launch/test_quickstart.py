@@ -11,6 +11,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {
     "--train-iters": 6,
@@ -70,13 +72,24 @@ def test_a_clone_that_this_user_may_not_write_to_is_one_line() -> None:
     assert (done.returncode, done.stderr) == (2, expected)
 
 
-def test_it_prepares_trains_both_models_and_goes_on_when_run_again(tmp_path: Path) -> None:
-    output = quickstart(tmp_path)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder in which the script has run, and what that printed."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return folder, quickstart(folder)
+
+
+def test_it_prepares_data_and_trains_both_models(finished: tuple[Path, str]) -> None:
+    folder, output = finished
     assert output.count("Adam would send") == 2 and output.count("test loss") == 2
     for model in ("gpt2", "bert"):
-        lines = (tmp_path / "runs" / f"{model}_debug" / "metrics.jsonl").read_text().splitlines()
+        lines = (folder / "runs" / f"{model}_debug" / "metrics.jsonl").read_text().splitlines()
         metrics = [json.loads(line) for line in lines]
         assert [line["iteration"] for line in metrics] == [2, 3, 4, 6]
         assert [line["iteration"] for line in metrics if "eval_loss" in line] == [3, 6]
         assert metrics[-1]["comm_bytes"] > 0 and {line["sync_kind"] for line in metrics} >= {"full"}
-    assert quickstart(tmp_path).count("continuing after iteration 6") == 2
+
+
+@pytest.mark.slow
+def test_it_goes_on_when_run_again(finished: tuple[Path, str]) -> None:
+    assert quickstart(finished[0]).count("continuing after iteration 6") == 2
