@@ -221,9 +221,10 @@ class GradientSource:
         if self._sharded is not None:
             status, inverse_scale = self._sharded.reduce_scatter(loss_scale)
             overflow_here = self._sharded.gradient_mean.overflow_here
+        overflows_together = status is Status.OK
         if mean is not None:
             status, inverse_scale = mean.finish(1.0 / inverse_scale)
-            overflow_here, packed = overflow_here or mean.overflow_here, mean.packed
+            overflow_here, packed = mean.overflow_here if overflows_together else overflow_here, mean.packed
         if packed is not None:
             size = self._flat.blocks.block_size
             self.square_sums = torch.cat([self._kernels.sum_squares(bucket, size) for bucket in packed])
@@ -245,7 +246,9 @@ class GradientSource:
             found = self._partial.ranks.gather([square_sum, status, overflow_here, of_replicas])
             all_sums, statuses, overflows, squares = zip(*found, strict=True)
             square_sum, status, of_replicas = sum(all_sums), Status(int(max(statuses))), sum(squares)
-            if self._sharded is None:  # tensor-parallel ranks see the same batch, and overflow together
+            # tensor-parallel ranks see the same batch; with ZeRO each has a part of the node's mean, whose 16-bit type
+            # may not hold what was finite in every process
+            if overflows_together:
                 overflow_here = any(overflows)
         if status >= Status.OVERFLOW:  # where the mean has been called off, gradients are unchanged
             square_sum = math.inf

@@ -77,7 +77,7 @@ class Run:
             self.optimizer.sum_gradients_in_fp32()
         self.optimizer.attach(self.model)
 
-    def step(self, spoiled: bool = False, micro_batches: int = 1) -> Any:
+    def step(self, spoiled: bool = False, micro_batches: int = 1, *, by: float = math.inf) -> Any:
         """Through backward passes, so that gradients may be sent early."""
         self.optimizer.zero_grad()
         for micro_batch in range(micro_batches):
@@ -88,7 +88,7 @@ class Run:
                 seed = 1_000_000 * micro_batch + 10_000 * self.optimizer.step_count + 100 * self.rank + index
                 gradient = 0.3 + torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
                 if spoiled and key == "last":
-                    gradient[7] = float("inf")
+                    gradient[7] = by
                 loss = loss + (p * gradient.to(p.dtype)).sum()
             if micro_batch < micro_batches - 1:
                 with self.optimizer.no_sync():
@@ -234,6 +234,23 @@ def given_up_at(group: Any, *, sharded: bool) -> tuple[int, bool]:
 def test_an_overflow_is_skipped_alike_and_all_nodes_give_up_together() -> None:
     for given_up in run_ranks(overflowing, 4, local_world_size=2):
         assert given_up == [(7, True), (7, True)]
+
+
+def overflowing_on_the_wire(rank: int, size: int) -> float:
+    """The loss scale after overflows of fp16 inside the node: finite in the fp32 of node 0's processes, then not."""
+    training = {"precision": "fp16", "initial_loss_scale": 4096.0, "hysteresis": 1}
+    with joined() as group:
+        run = Run(group, settings(sharded=True, training=training, gradient_wire_dtype="4bit", **BITS))
+        assert run.step(rank < 2, micro_batches=2, by=12.0).kind == "skipped"  # 98,304
+        assert run.step(rank < 2, micro_batches=2, by=12.0).kind == "full"
+        for one in (2, 3):
+            assert run.step(rank == one).kind == "skipped"
+        return float(run.optimizer.loss_scale)
+
+
+def test_who_lowers_the_loss_scale_does_not_depend_on_who_owns_the_element() -> None:
+    """All processes of a node whose mean overflows lower it, but only the one whose own gradient does."""
+    assert run_ranks(overflowing_on_the_wire, 4, local_world_size=2) == [2048.0, 2048.0, 2048.0, 2048.0]
 
 
 def random_bits(rank: int, size: int) -> tuple[list[str], Tensor, float]:
