@@ -63,6 +63,15 @@ def keep_all_gradients_local(module: torch.nn.Module) -> None:
             keep_gradients_local(inner)
 
 
+def leave_replicated(optimizer: FlatOptimizer, model: torch.nn.Module) -> None:
+    """Put the replicated weights into a model whose training has ended. The optimizer's state stays as it is."""
+    with optimizer.replicated_weights():
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter, replicated in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(replicated)
+
+
 def refuse_scaled_others(optimizers: Iterable[Any], scaler: torch.amp.GradScaler | None) -> None:
     """Refuse optimizers of other packages in fp16, whose gradients are averaged, on several replicas.
 

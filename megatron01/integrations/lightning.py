@@ -20,6 +20,7 @@ from megatron01.integrations.common import (
     MARKER,
     find_optimizer,
     keep_all_gradients_local,
+    leave_replicated,
     load_state,
     marker,
     refuse_scaled_others,
@@ -103,9 +104,10 @@ class CompressedDDP(DDPStrategy):
     def on_train_end(self) -> None:
         """Leave the replicated weights in the model, unless a callback has put others there (averages of weights)."""
         super().on_train_end()
-        assert self.lightning_module is not None
-        with suppress(UserError):
-            self.lightning_module.load_state_dict(self.lightning_module_state_dict())
+        if (ours := self._training) is not None:
+            assert self.lightning_module is not None
+            with suppress(UserError):
+                leave_replicated(ours, self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the replicated weights while ``fit`` runs."""

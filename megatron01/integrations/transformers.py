@@ -8,7 +8,8 @@ trainer.train()
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron01.integrations.common import (
     ShownSchedule,
     find_optimizer,
     keep_all_gradients_local,
+    leave_replicated,
     load_state,
     require_version,
     save_state,
@@ -37,8 +39,8 @@ class CompressedTrainerMixin:
 
     Learning rate, schedule, betas, eps, weight decay, clipping, gradient accumulation and precision are those of
     ``TrainingArguments``; ``optim`` is not used. Each ``train()`` builds an optimizer, for its own number of steps.
-    Evaluation and saved models use the replicated weights. Each checkpoint holds the state of every replica, in a
-    folder that all machines must see.
+    Evaluation and saved models use the replicated weights, which the model keeps after training. Each checkpoint
+    holds the state of every replica, in a folder that all machines must see.
 
     Args:
         compressed_optimizer: class of the optimizer.
@@ -67,7 +69,8 @@ class CompressedTrainerMixin:
         self._compressed_class, self._compressed_arguments = compressed_optimizer, dict(compressed_arguments or {})
         self._num_training_steps: int | None = None
         self._built_optimizer = False
-        self._is_cast = False  # the model, by an evaluation in 16 bit after training
+        self._is_cast = False  # the model, by an evaluation in 16 bit
+        self._is_trained = False
         super().__init__(*args, **kwargs)
         if self.lr_scheduler is not None:
             raise UserError("optimizers gives the Trainer a scheduler; expected (optimizer, None): it follows its own")
@@ -91,7 +94,7 @@ class CompressedTrainerMixin:
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         self._num_training_steps = max_steps
-        self._is_cast = False
+        self._is_cast = self._is_trained = False
         if self._built_optimizer:  # by an earlier train(), whose schedule has ended
             self.optimizer: Any = None
         model, train_dataloader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
@@ -154,9 +157,13 @@ class CompressedTrainerMixin:
 
     # Replicated weights.
 
-    def _replicated(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def _replicated(self) -> Iterator[None]:
         ours = self._ours
-        return nullcontext() if ours is None or self._is_cast else ours.replicated_weights()
+        with nullcontext() if ours is None or self._is_cast else ours.replicated_weights():
+            yield
+        if ours is not None and self._is_trained and not self._is_cast:
+            leave_replicated(ours, self.model)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         output = super().evaluation_loop(*args, **kwargs)
@@ -175,6 +182,13 @@ class CompressedTrainerMixin:
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         with self._replicated():
             super().save_model(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Leave the replicated weights in the model, before callbacks see it and the best weights replace them."""
+        if (ours := self._ours) is not None:
+            leave_replicated(ours, self.model)
+            self._is_trained = True
+        return super()._finalize_training(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         super()._load_best_model()

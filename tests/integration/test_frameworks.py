@@ -161,6 +161,49 @@ def test_a_trained_model_is_evaluated_and_saved_in_sixteen_bit(tmp_path: Path) -
     assert all(torch.equal(saved[name], weight) for name, weight in expected.items())
 
 
+def trained(rank: int, size: int, folder: Path) -> list[bool]:
+    """Whether the model of a Trainer that stopped early has the master weights: at its end, later, once evaluated."""
+    from transformers import TrainerCallback, TrainingArguments
+
+    from megatron01.integrations.transformers import CompressedTrainer
+    from tests.integration.framework_runs import Data, Model
+
+    same = []
+
+    class Callback(TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            control.should_training_stop = state.global_step == 9  # the last planned step would synchronize
+
+        def on_train_end(self, *_: Any, model: torch.nn.Module, **__: Any) -> None:
+            compare(model)
+
+    def compare(model: torch.nn.Module) -> None:
+        masters, named = trainer._ours.master_parameters(), dict(model.named_parameters())
+        same.append(all(torch.equal(named[name], master) for name, master in masters.items()))
+
+    trainer: Any = CompressedTrainer(
+        model=Model(),
+        args=TrainingArguments(str(folder), max_steps=20, learning_rate=0.02, use_cpu=True, report_to=[]),
+        train_dataset=Data(),
+        eval_dataset=Data(),
+        callbacks=[Callback()],
+        compressed_arguments={"sync_policy": "doubling:2,1", "block_size": 32},
+    )
+    trainer.train()
+    assert trainer._ours.last_step.kind == "local"
+    compare(trainer.model)
+    with trainer._ours.replicated_weights():
+        pass  # it restores the weights of this replica
+    trainer.evaluate()
+    compare(trainer.model)
+    return same
+
+
+def test_the_model_of_a_trainer_that_stops_early_has_the_replicated_weights(tmp_path: Path) -> None:
+    """``trainer.model.save_pretrained()`` would save the weights of replica 0 alone."""
+    assert run_ranks(trained, 1, tmp_path, default_group=False) == [[True] * 3]
+
+
 def validated(rank: int, size: int, folder: Path) -> bool:
     """Whether a checkpoint that Lightning saves at a validation between two synchronizations has the master weights."""
     import lightning.pytorch as pl
@@ -172,6 +215,10 @@ def validated(rank: int, size: int, folder: Path) -> bool:
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(8, 1)
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # of a part of the model, as adapters have it
+            found = super().state_dict(*args, **kwargs)
+            return {key: value for key, value in found.items() if key != "layer.bias"}
 
         def training_step(self, batch: Any, _: int) -> Any:
             return self.layer(batch).square().mean()
@@ -198,7 +245,10 @@ def validated(rank: int, size: int, folder: Path) -> bool:
     optimizer: Any = module.optimizers(use_pl_optimizer=False)
     assert optimizer.last_step.kind == "local"
     weights = torch.load(folder / "best.ckpt", weights_only=True)["state_dict"]
-    return all(torch.equal(weights[name], master) for name, master in optimizer.master_parameters().items())
+    masters, after = optimizer.master_parameters(), dict(module.named_parameters())
+    return all(torch.equal(after[name], masters[name]) for name in masters) and all(
+        torch.equal(weight, masters[name]) for name, weight in weights.items()
+    )
 
 
 def test_a_checkpoint_of_a_validation_has_the_replicated_weights(tmp_path: Path) -> None:
