@@ -62,11 +62,6 @@ class CompressedDDP(DDPStrategy):
         return next((found for found in map(find_optimizer, self.optimizers) if found is not None), None)
 
     def setup(self, trainer: Any) -> None:
-        if trainer.gradient_clip_val:
-            raise UserError(
-                f"gradient_clip_val is {trainer.gradient_clip_val}, which would clip each replica's own gradient; give"
-                " the optimizer max_grad_norm instead"
-            )
         super().setup(trainer)
         number = sum(find_optimizer(optimizer) is not None for optimizer in self.optimizers)
         if number > 1:
@@ -75,6 +70,18 @@ class CompressedDDP(DDPStrategy):
                 " expected one"
             )
         refuse_scaled_others(self.optimizers, _scaler(self.precision_plugin))
+        plugin: Any = self.precision_plugin
+
+        def clip_gradients(optimizer: Any, clip_val: float = 0.0, *args: Any, **kwargs: Any) -> None:
+            if clip_val > 0 and find_optimizer(optimizer) is not None:
+                raise UserError(
+                    f"gradient_clip_val is {clip_val}, which would clip each replica's own gradient; give the optimizer"
+                    " max_grad_norm instead"
+                )
+            type(plugin).clip_gradients(plugin, optimizer, clip_val, *args, **kwargs)
+
+        # of Trainer's gradient_clip_val, and of clip_gradients() in a module
+        plugin.clip_gradients = clip_gradients
 
     def configure_ddp(self) -> None:
         super().configure_ddp()

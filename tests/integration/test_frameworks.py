@@ -255,6 +255,34 @@ def test_a_checkpoint_of_a_validation_has_the_replicated_weights(tmp_path: Path)
     assert run_ranks(validated, 1, tmp_path, default_group=False) == [True]
 
 
+@pytest.mark.parametrize("place", ["trainer", "module"])
+def test_lightning_does_not_clip_a_replicas_own_gradient(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by its Trainer's setting nor by ``clip_gradients`` in a module; another optimizer's may be clipped."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from megatron01.integrations.lightning import CompressedDDP
+
+    monkeypatch.setattr(DDPStrategy, "setup", lambda self, trainer: None)
+    strategy, module, layer = CompressedDDP(precision_plugin=Precision()), pl.LightningModule(), torch.nn.Linear(2, 2)
+    ours, other = ZeroOneAdam([layer.weight], 0.1), torch.optim.SGD([layer.bias], 0.1)
+    strategy.optimizers = [ours, other]
+    given: Any = 0.5 if place == "trainer" else None
+    trainer: Any = SimpleNamespace(gradient_clip_val=given, gradient_clip_algorithm=None, strategy=strategy)
+    trainer.precision_plugin = strategy.precision_plugin
+    module.trainer = trainer
+    strategy.setup(trainer)
+    layer.bias.grad = torch.tensor([3.0, 4.0])
+    value = None if place == "trainer" else 0.5
+    module.clip_gradients(other, value, "norm")
+    assert float(layer.bias.grad.norm()) == pytest.approx(0.5)
+    with pytest.raises(UserError, match=r"gradient_clip_val is 0\.5, which would clip each replica's own gradient"):
+        module.clip_gradients(ours, value, "norm")
+    trainer.gradient_clip_val = None
+    module.clip_gradients(ours)
+
+
 def two_optimizers() -> list[ZeroOneAdam]:
     return [ZeroOneAdam(torch.nn.Linear(2, 2).parameters(), 0.1) for _ in range(2)]
 
@@ -287,7 +315,7 @@ def test_a_second_optimizer_whose_state_would_replace_the_first_ones_is_refused(
     strategy = CompressedDDP()
     strategy.optimizers = two_optimizers()
     with pytest.raises(UserError, match="configure_optimizers returned 2 optimizers of megatron01"):
-        strategy.setup(SimpleNamespace(gradient_clip_val=None))
+        strategy.setup(SimpleNamespace())
 
 
 def beside_another_in_fp16(rank: int, size: int) -> list[str]:
@@ -310,7 +338,7 @@ def beside_another_in_fp16(rank: int, size: int) -> list[str]:
         for refused in (
             lambda: prepare(accelerator, layer, *pair),
             lambda: fabric.setup_optimizer(pair[1]),
-            lambda: lightning.setup(SimpleNamespace(gradient_clip_val=None)),
+            lambda: lightning.setup(SimpleNamespace()),
         ):
             with pytest.raises(UserError) as error:
                 refused()
