@@ -23,7 +23,7 @@ import hashlib
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter, itemgetter
 from typing import Any, Literal, NoReturn, Unpack
@@ -811,6 +811,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 yield
             finally:
                 self._holds_replicated = False
+                with suppress(UserError):  # a model that was converted is one at the next step
+                    self._whole.check_unchanged()  # parameters that were moved become views again
                 if not self._delay:
                     self._derive_weights()
                     self._share_weights()

@@ -341,10 +341,10 @@ def test_parameters_without_a_shape_yet_are_refused(build: Any) -> None:
         build(nn.Sequential(nn.LazyLinear(3)).named_parameters(), 1e-2)
 
 
-def after_local_steps() -> tuple[nn.Linear, ZeroOneAdam]:
+def after_local_steps(**options: Any) -> tuple[nn.Linear, ZeroOneAdam]:
     """A layer whose weights are not those of the last synchronization."""
     layer = nn.Linear(4, 4)
-    optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1)
+    optimizer = ZeroOneAdam(layer.parameters(), 1e-2, sync_policy="constant:4", variance_freeze_step=1, **options)
     for _ in range(6):
         one_step(layer, optimizer)
     return layer, optimizer
@@ -366,6 +366,21 @@ def test_replicated_weights_may_be_asked_for_inside_of_replicated_weights() -> N
             assert torch.equal(layer.weight, replicated)
         assert torch.equal(layer.weight, replicated) and not torch.equal(own, replicated)
     assert torch.equal(layer.weight, own)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_model_that_was_moved_under_its_replicated_weights_has_its_own_again(delay: bool) -> None:
+    """accelerate moves it from "cpu" to "cpu:0", another device to torch: the next gradient would be one of x."""
+    layer, optimizer = after_local_steps(delay=delay)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    with optimizer.replicated_weights():
+        assert not torch.equal(layer.weight, before[0])
+        layer.to("cpu:0")
+    assert all(map(torch.equal, layer.parameters(), before))
+    with optimizer.replicated_weights():
+        layer.half()  # an error at the next step
+    with pytest.raises(UserError, match="float16"):
+        optimizer.step()
 
 
 def test_a_step_with_the_replicated_weights_is_refused() -> None:
