@@ -811,8 +811,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 yield
             finally:
                 self._holds_replicated = False
-                with suppress(UserError):  # a model that was converted is one at the next step
-                    self._whole.check_unchanged()  # parameters that were moved become views again
+                with suppress(UserError):  # the next step raises it, if the model was converted
+                    self._whole.check_unchanged()  # where parameters were moved, they become views again
                 if not self._delay:
                     self._derive_weights()
                     self._share_weights()
@@ -1179,8 +1179,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if unseen and self._topology.world.rank == 0:
             safety.warn_of_unseen(unseen)
 
-    def _freezes(self) -> None:
-        """Called after the last refresh of the second moment: parameters that have none will take no steps."""
+    def _after_last_refresh(self) -> None:
+        """The second moment is frozen from now on: warn of parameters without one, which will take no steps."""
         left_out = self._local.frozen.union(self._masks)
         # only parameters without a gradient now are looked at, as each costs a host sync
         self._warn_of_unseen([index for index in self._whole.without_gradient() if index not in left_out])

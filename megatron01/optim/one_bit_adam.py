@@ -117,7 +117,7 @@ class OneBitAdam(FlatOptimizer):
         if self._automatic and (step + 1) % self._check_interval == 0:
             self._freeze_if_stable(step)
         if step + 1 >= self._freeze_step:
-            self._freezes()
+            self._after_last_refresh()
 
     def _freeze_if_stable(self, step: int) -> None:
         """Freeze the second moment if its norm is stable; it is replicated, so all replicas decide the same."""

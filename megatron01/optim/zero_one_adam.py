@@ -120,7 +120,7 @@ class ZeroOneAdam(FlatOptimizer):
     def _averaged(self, coefficients: Coefficients) -> None:
         super()._averaged(coefficients)
         if self._variance_policy.is_last(self.step_count):
-            self._freezes()
+            self._after_last_refresh()
 
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         found = super()._coefficients(step, rates, multiplier, refresh=refresh)
