@@ -94,6 +94,8 @@ output=${folders[0]}/slurm-%j.log
 [ ${#variants[@]} -le 1 ] || output=$RUNS/${NAME}_slurm-%A_%a.log
 
 read -r -a more <<<"${SBATCH_OPTIONS:-}"
+[[ " ${more[*]} " != *" --no-requeue "* ]] ||
+    fail "SBATCH_OPTIONS has --no-requeue, but a run goes on in the next start of its job; leave it out"
 command=(
     sbatch
     --export ALL # some clusters set SBATCH_EXPORT=NONE, and job.sh needs what is exported here

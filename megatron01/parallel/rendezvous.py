@@ -245,11 +245,15 @@ def _tcp_store(environment: LaunchEnvironment, communicator: Any, timeout: datet
                 " name or address of rank 0's machine",
                 scope="node",
             ) from None
-    store = call_in_thread(  # as ``_wait``
+    opened = call_in_thread(  # as ``_wait``
         lambda: dist.TCPStore(
             host, port, environment.world_size, is_master=is_first, wait_for_workers=False, timeout=timeout
         )
-    ).result()
+    )
+    try:
+        store = opened.result(timeout.total_seconds() + 1.0)
+    except TimeoutError:  # torch tries a second time, for as long again
+        raise RuntimeError("not connected in time") from None
     if over_mpi and is_first:
         communicator.bcast((host, store.port), root=0)
     return store

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,16 @@ def test_an_address_of_another_machine_is_said_by_rank_0() -> None:
         rendezvous.open_store(elsewhere, None, datetime.timedelta(seconds=1))
     assert f"rank 0, on {here}, does not reach itself at 198.51.100.1:29500 within 1.0 s" in str(caught.value)
     assert f"set MASTER_ADDR to the name or address of {here}" in str(caught.value)
+
+
+def test_no_rank_waits_longer_than_the_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's store tries a second time, for as long again."""
+    tries_again = threading.Event()
+    monkeypatch.setattr(rendezvous.dist, "TCPStore", lambda *_, **__: tries_again.wait(60.0))
+    with pytest.raises(FaultError, match="gets no answer from there"):
+        rendezvous.open_store(LaunchEnvironment(rank=1, world_size=2), None, datetime.timedelta(seconds=0.1))
+    assert not tries_again.is_set()
+    tries_again.set()
 
 
 ALONE = """
