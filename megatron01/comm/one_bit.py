@@ -375,10 +375,9 @@ class OneBitAllReduce(Exchange):
     def compression(self) -> list[CompressionNorms]:
         """Norms of the last exchange's quantization error on the way to the servers, by bucket. One host sync."""
         norms = []
-        for payload, (first, last), quantized in zip(self._payloads, self.buckets, self._quantized, strict=True):
+        for payload, quantized in zip(self._payloads, self._quantized, strict=True):
             residual = torch.linalg.vector_norm(self._worker_error[payload.place], dtype=torch.float32).double()
-            result = packed_square(payload.result, last - first) / self._num_local
-            norms.append(torch.stack([quantized, residual.square(), result]))
+            norms.append(torch.stack([quantized, residual.square()]))
         return [CompressionNorms(*row) for row in torch.stack(norms).tolist()]
 
     def _elements(self, buffer: torch.Tensor, blocks: tuple[int, int]) -> torch.Tensor:

@@ -382,12 +382,10 @@ class CompressionNorms:
     Attributes:
         quantized: of the decoded values that it sent.
         residual: of its new worker error.
-        result: of the result, the same on all replicas.
     """
 
     quantized: float
     residual: float
-    result: float
 
 
 def packed_square(packed: Packed, num_blocks: int) -> torch.Tensor:

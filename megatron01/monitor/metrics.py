@@ -46,7 +46,7 @@ class Metrics:
     bits_per_parameter: float | None = None  # sent per parameter and step, mean over the run so far
     compression_error: float | None = None  # of the last 1-bit exchange measured: norm lost / quantized, worst bucket
     compression_errors: list[float] | None = None  # the same, bucket by bucket
-    error_feedback_ratio: float | None = None  # norm of the error feedback over that of the exchanged step
+    error_feedback_ratio: float | None = None  # norm of the error feedback over that of what was sent
     flops_per_second: float | None = None  # of the model, over all replicas, since the last line
     mfu: float | None = None  # the same as a share of the processors' peak
     memory_bytes: int | None = None  # peak of this process: on the GPU, if it has one

@@ -295,7 +295,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
                 else compressed(quantizer, active, **of_steps),
                 self._local,
                 self._guard,
-                CompressionWatch(settings.watch_interval, partial),
+                CompressionWatch(settings.watch_interval, partial, logs=self._world.rank == 0),
                 candidates=self._candidates,
                 active=active,
                 has_second_moment=self._second_moment is not None,

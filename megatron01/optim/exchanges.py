@@ -230,13 +230,14 @@ class CompressionWatch:
     Args:
         interval: exchanges between two measurements; 0 for none.
         partial: the ranks of this replica, if it is sharded; they measure together.
+        logs: False on ranks that only measure.
 
     Attributes:
         interval: the one given.
     """
 
-    def __init__(self, interval: int, partial: ModelShardRanks | None = None) -> None:
-        self.interval = interval
+    def __init__(self, interval: int, partial: ModelShardRanks | None = None, *, logs: bool = True) -> None:
+        self.interval, self._logs = interval, logs
         self._partial = partial
         self._ratios: deque[float] = deque(maxlen=_HISTORY)
 
@@ -244,21 +245,22 @@ class CompressionWatch:
         """Record the norms of a measured exchange, and report them; None if nothing was quantized."""
         if not buckets:
             return None
-        lost, result = sum(bucket.residual for bucket in buckets), sum(bucket.result for bucket in buckets)
+        lost, sent = sum(bucket.residual for bucket in buckets), sum(bucket.quantized for bucket in buckets)
         if self._partial is not None:
             # replicated parameters count once for each rank
-            lost, result = self._partial.sums(lost, result)
-        if result == 0.0:
+            lost, sent = self._partial.sums(lost, sent)
+        if sent == 0.0:
             return None
         errors = (
             math.sqrt(b.residual / (b.quantized + b.residual)) if b.quantized + b.residual > 0 else 0.0 for b in buckets
         )
-        ratio = math.sqrt(lost / result)
+        ratio = math.sqrt(lost / sent)
         self._ratios.append(ratio)
         history = list(self._ratios)
-        if len(history) == _HISTORY and history == sorted(history) and ratio > _GROWTH * history[0] > 0.0:
+        grows = len(history) == _HISTORY and history == sorted(history) and ratio > _GROWTH * max(1.0, history[0])
+        if grows and self._logs:
             logger.warning(
-                "the error feedback of the 1-bit exchange has grown from %.3g to %.3g times the exchanged step; "
+                "the error feedback of the 1-bit exchange has grown from %.3g to %.3g times what is sent; "
                 "lower block_size or the learning rate",
                 history[0],
                 ratio,

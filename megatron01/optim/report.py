@@ -16,7 +16,8 @@ class CompressionReport:
     Attributes:
         relative_errors: for each bucket, norm of what quantization lost over the norm of what was quantized; of random
             bits over the root of the sum of squares of the bits and of what they lost.
-        feedback_ratio: norm of the worker error over that of the exchanged step: how many steps it is behind.
+        feedback_ratio: norm of the worker error over that of what this replica sent. Both are of its own steps, so that
+            it does not depend on the number of replicas, whose mean is smaller the more of them there are.
     """
 
     relative_errors: tuple[float, ...]

@@ -310,13 +310,12 @@ def test_what_an_exchange_loses_is_measured(quantizer: Quantizer) -> None:
             one_bit.compress(bucket, first, last, value)
             one_bit.send(bucket, Status.OK)
         one_bit.reduce(stop_on_overflow=True)
-        result = decode(one_bit, one_bit.receive(value)[0])
+        one_bit.receive(value)
         for (first, last), compression in zip(one_bit.buckets, one_bit.compression(), strict=True):
             part = slice(first * BLOCK, last * BLOCK)
             for got, wanted in (
                 (compression.quantized, total[part] - value[part]),
                 (compression.residual, value[part]),
-                (compression.result, result[part]),
             ):
                 assert got == pytest.approx(float(wanted.double().square().sum()), rel=1e-4)
 
