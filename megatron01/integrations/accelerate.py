@@ -89,8 +89,8 @@ def _save_states_of_replicas(accelerator: Any, prepared: Any, optimizer: FlatOpt
     to_mark: list[Any] = []
     folder = ""
 
-    def mark(holder: Any, load: Callable[[], None]) -> None:
-        """Make ``holder.state_dict`` return a marker once after each ``before_saving``; loading one calls ``load``."""
+    def mark(holder: Any, load: Callable[[dict[str, Any]], None]) -> None:
+        """Make ``holder.state_dict`` return a marker once after each ``before_saving``; loading it calls ``load``."""
         own_state, own_load = holder.state_dict, holder.load_state_dict
 
         def state_dict() -> dict[str, Any]:
@@ -101,7 +101,7 @@ def _save_states_of_replicas(accelerator: Any, prepared: Any, optimizer: FlatOpt
 
         def load_state_dict(state: dict[str, Any]) -> None:
             if MARKER in state:
-                load()
+                load(state)
             else:
                 own_load(state)
 
@@ -116,9 +116,9 @@ def _save_states_of_replicas(accelerator: Any, prepared: Any, optimizer: FlatOpt
         nonlocal folder
         folder = of  # which ``load_state_dict`` is not told
 
-    mark(prepared, lambda: load_state(optimizer, f"{folder}/{_FOLDER}", scaler))
+    mark(prepared, lambda state: load_state(optimizer, f"{folder}/{_FOLDER}", scaler, of=state))
     if scaler is not None:
-        mark(scaler, lambda: None)  # loaded with the optimizer's state
+        mark(scaler, lambda _: None)  # loaded with the optimizer's state
     return [
         accelerator.register_save_state_pre_hook(before_saving),
         accelerator.register_load_state_pre_hook(before_loading),

@@ -6,7 +6,7 @@ import os
 import re
 import uuid
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -166,12 +166,21 @@ def _write(state: dict[str, Any], file: IO[bytes]) -> None:
     flush_to_disk(file)
 
 
-def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.GradScaler | None = None) -> None:
+def load_state(
+    optimizer: FlatOptimizer,
+    folder: str | Path,
+    scaler: torch.amp.GradScaler | None = None,
+    *,
+    of: Mapping[str, Any] | None = None,
+) -> None:
     """Load what ``save_state`` saved: bit-exactly on the same number of replicas, else the mean of their states.
 
     ``scaler`` gets the loss scale of its replica, or the lowest of all on a resize; unchanged if none was saved.
     Collective. Raises UserError on all replicas, if there is no state, a file is missing or damaged, files are of
     different saves (the last was interrupted), or the state does not fit.
+
+    Args:
+        of: ``marker`` of the checkpoint to which the folder belongs; the state must be of the same step.
     """
     folder = Path(folder)
     with _error_on_all_replicas(optimizer):
@@ -182,6 +191,13 @@ def load_state(optimizer: FlatOptimizer, folder: str | Path, scaler: torch.amp.G
     assert state is not None
     if len(set(_gathered(state["save"], optimizer))) > 1:
         raise UserError(_different_saves(folder), scope="job")
+    saved_at = int(state["replica"]["scalars"][0])
+    if of is not None and (wanted := of.get(MARKER, {}).get("step")) != saved_at:
+        raise UserError(
+            f"{folder} holds the state of step {saved_at}, and its checkpoint is of step {wanted}, as the last save was"
+            " interrupted or only one of them copied; resume from another checkpoint",
+            scope="job",
+        )
     optimizer.load_state_dict(state)
     if scaler is not None and scaler.is_enabled() and state.get("grad_scaler"):
         scaler.load_state_dict(state["grad_scaler"])

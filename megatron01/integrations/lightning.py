@@ -149,7 +149,7 @@ class CompressedDDP(DDPStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             ours = find_optimizer(optimizer)
             if ours is not None and MARKER in state:
-                load_state(ours, _folder(self._loaded_from), _scaler(self.precision_plugin))
+                load_state(ours, _folder(self._loaded_from), _scaler(self.precision_plugin), of=state)
             else:
                 optimizer.load_state_dict(state)
 
@@ -195,8 +195,7 @@ class CompressedFabricDDP(FabricDDPStrategy):
         others = {key: value for key, value in state.items() if key != name}
         rest: dict[str, Any] = super().load_checkpoint(path, others, *args, **kwargs)
         state.update(others)
-        load_state(ours, _folder(path), _scaler(self.precision))
-        rest.pop(name, None)
+        load_state(ours, _folder(path), _scaler(self.precision), of=rest.pop(name, None))
         return rest
 
 

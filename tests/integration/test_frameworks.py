@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from megatron01 import Adam, LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
 from megatron01.integrations import ShownSchedule, save_state
-from megatron01.integrations.common import find_optimizer, require_version
+from megatron01.integrations.common import find_optimizer, marker, require_version
 from tests import programs
 from tests.distributed.harness import run_ranks
 from tests.programs import ROOT, TORCHRUN
@@ -120,6 +120,33 @@ def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="bias"):
         CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state)
     assert CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state, strict=False) == {}
+
+
+def test_a_state_of_another_step_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
+    """As after a save that replaced the state and was killed before it replaced the checkpoint itself."""
+    from accelerate import Accelerator
+
+    from megatron01.integrations.accelerate import prepare
+    from megatron01.integrations.lightning import CompressedDDP, CompressedFabricDDP
+
+    layer, path, strategy = torch.nn.Linear(2, 2), tmp_path / "last.ckpt", CompressedDDP()
+    optimizer = ZeroOneAdam(layer.parameters(), 0.1)
+    accelerator = Accelerator(cpu=True)
+    prepare(accelerator, layer, optimizer)
+    accelerator.save_state(str(tmp_path / "state"))
+    torch.save({"optimizer": marker(optimizer)}, path)
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    strategy.optimizers, strategy._loaded_from = [optimizer], path
+    for folder in (f"{path}.replicas", tmp_path / "state" / "replicas"):
+        save_state(optimizer, folder)
+    for load in (
+        lambda: accelerator.load_state(str(tmp_path / "state")),
+        lambda: strategy.load_optimizer_state_dict({"optimizer_states": [torch.load(path)["optimizer"]]}),
+        lambda: CompressedFabricDDP().load_checkpoint(path, {"optimizer": optimizer}),
+    ):
+        with pytest.raises(UserError, match=r"replicas holds the state of step 1, and its checkpoint is of step 0"):
+            load()
 
 
 def test_each_training_of_a_trainer_has_a_schedule_of_its_own(tmp_path: Path) -> None:
