@@ -62,6 +62,7 @@ command -v torchrun >/dev/null || fail "no torchrun on this machine; activate th
 require_settings $((nodes * replicas)) "$@" --load auto
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$doctor" = yes ] && ! "${check[@]}"; then
-    fail "ended by what the doctor found; DOCTOR=no starts without it"
+    # torchrun's status is 1, whatever ended its processes
+    fail "ended by what the doctor found, or by what ended the doctor: see above; DOCTOR=no starts without it"
 fi
 exec "${command[@]}"

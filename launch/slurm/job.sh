@@ -60,15 +60,23 @@ newest() { cat "$run_folder/checkpoints/latest_checkpointed_iteration.txt" 2>/de
 
 echo "start $((${SLURM_RESTART_COUNT:-0} + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
 mkdir -p "$run_folder/logs"
-if [ "$DOCTOR" = yes ] && ! "${check[@]}"; then
+status=0
+if [ "$DOCTOR" = yes ]; then
+    "${check[@]}" || status=$?
+fi
+fault="the doctor ended with status $status, which is no finding" # it was killed, or a node was lost
+if [ "$status" = 2 ]; then
     if [ "$(newest)" = none ]; then
         echo "ended by what the doctor found; DOCTOR=no starts without it" >&2
         exit 2
     fi
     echo "the doctor found something; going on, as the run has gone on before"
+    status=0
 fi
-status=0
-"${start[@]}" "${task[@]}" || status=$?
+if [ "$status" = 0 ]; then
+    "${start[@]}" "${task[@]}" || status=$?
+    fault="status $status, see $run_folder/logs"
+fi
 
 again() {
     echo "$1; starting again from checkpoint $(newest)"
@@ -100,9 +108,9 @@ case $status in
     count=$((${count:-0} + 1))
     echo "$count $(newest)" >"$faults"
     if [ "$count" -gt "$MAX_FAULTS" ]; then
-        echo "$count faults in a row without a new checkpoint (status $status): giving up; see $run_folder/logs" >&2
+        echo "$count faults in a row without a new checkpoint ($fault): giving up" >&2
     else
-        again "fault $count (status $status, see $run_folder/logs)"
+        again "fault $count ($fault)"
     fi
     ;;
 esac

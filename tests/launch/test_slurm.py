@@ -133,6 +133,45 @@ def test_in_a_container_the_tasks_run_behind_its_words_and_settings_may_be_check
     assert "the settings are checked when the job starts: /in/the/image/python has no megatron01" in done.stdout
 
 
+# Stands in for srun: ends as the doctor or the run does, and notes what was started.
+SRUN = """#!/bin/sh
+case "$*" in *"megatron01 doctor"*) echo doctor >>"$CALLS"; exit "$OF_DOCTOR" ;; esac
+echo run >>"$CALLS"
+"""
+
+
+@pytest.mark.parametrize(
+    ("doctor", "saved", "calls", "status", "message"),
+    [
+        (0, False, "doctor run", 0, "done: none iterations"),
+        (2, False, "doctor", 2, "ended by what the doctor found; DOCTOR=no starts without it"),
+        (2, True, "doctor run", 0, "the doctor found something; going on, as the run has gone on before"),
+        (137, False, "doctor requeue", 137, "fault 1 (the doctor ended with status 137, which is no finding)"),
+        (1, True, "doctor requeue", 1, "fault 1 (the doctor ended with status 1, which is no finding)"),
+    ],
+)
+def test_only_what_the_doctor_finds_ends_a_job(
+    tmp_path: Path, doctor: int, saved: bool, calls: str, status: int, message: str
+) -> None:
+    """A doctor that is killed, or that cannot be started, is a fault: the next start may be spared it."""
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\necho "$1" >>"$CALLS"\n')):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path), "NAME": "run", "VARIANTS": "", "PYTHON": "python3",
+        "DOCTOR": "yes", "OF_DOCTOR": str(doctor), "CALLS": str(tmp_path / "calls"), "MAX_FAULTS": "3", "CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node",
+    }  # fmt: skip
+    if saved:
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    command = [ROOT / "launch" / "slurm" / "job.sh", "pretrain_gpt.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == status and message in output, output
+    assert (tmp_path / "calls").read_text().split() == calls.split()
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     if reason := missing():
