@@ -56,6 +56,8 @@ fi
 # For network interfaces see docs/launching.md. Variables exported where submit.sh is called are passed to the tasks.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
+trap : USR1 # for the tasks; scancel --full sends it here too, where it would end the job without a requeue
+
 newest() { cat "$run_folder/checkpoints/latest_checkpointed_iteration.txt" 2>/dev/null || echo none; }
 
 echo "start $((${SLURM_RESTART_COUNT:-0} + 1)) of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST, $(date)"
@@ -106,8 +108,9 @@ case $status in
     read -r count checkpoint 2>/dev/null <"$faults" || true
     [ "${checkpoint:-}" = "$(newest)" ] || count=0
     count=$((${count:-0} + 1))
-    echo "$count $(newest)" >"$faults"
-    if [ "$count" -gt "$MAX_FAULTS" ]; then
+    if ! { echo "$count $(newest)" >"$faults"; } 2>/dev/null; then # a full disk: uncounted, it would start again for ever
+        echo "a fault ($fault) that cannot be counted in $faults: giving up; see that its disk has space" >&2
+    elif [ "$count" -gt "$MAX_FAULTS" ]; then
         echo "$count faults in a row without a new checkpoint ($fault): giving up" >&2
     else
         again "fault $count ($fault)"

@@ -137,7 +137,23 @@ def test_in_a_container_the_tasks_run_behind_its_words_and_settings_may_be_check
 SRUN = """#!/bin/sh
 case "$*" in *"megatron01 doctor"*) echo doctor >>"$CALLS"; exit "$OF_DOCTOR" ;; esac
 echo run >>"$CALLS"
+exit "$OF_RUN"
 """
+
+
+def run_job(folder: Path, doctor: int = 0, run: int = 0) -> tuple[int, str, list[str]]:
+    """Status, output and calls of job.sh, whose doctor and run end with these statuses."""
+    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\necho "$1" >>"$CALLS"\n')):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}", "RUNS": str(folder), "NAME": "run", "VARIANTS": "", "PYTHON": "python3",
+        "DOCTOR": "yes", "OF_DOCTOR": str(doctor), "OF_RUN": str(run), "CALLS": str(folder / "calls"),
+        "MAX_FAULTS": "3", "CPUS_PER_TASK": "1", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node",
+    }  # fmt: skip
+    command = [ROOT / "launch" / "slurm" / "job.sh", "pretrain_gpt.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stdout + done.stderr, (folder / "calls").read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -154,22 +170,18 @@ def test_only_what_the_doctor_finds_ends_a_job(
     tmp_path: Path, doctor: int, saved: bool, calls: str, status: int, message: str
 ) -> None:
     """A doctor that is killed, or that cannot be started, is a fault: the next start may be spared it."""
-    for name, text in (("srun", SRUN), ("scontrol", '#!/bin/sh\necho "$1" >>"$CALLS"\n')):
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}", "RUNS": str(tmp_path), "NAME": "run", "VARIANTS": "", "PYTHON": "python3",
-        "DOCTOR": "yes", "OF_DOCTOR": str(doctor), "CALLS": str(tmp_path / "calls"), "MAX_FAULTS": "3", "CPUS_PER_TASK": "1",
-        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node",
-    }  # fmt: skip
     if saved:
         (tmp_path / "run" / "checkpoints").mkdir(parents=True)
         (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
-    command = [ROOT / "launch" / "slurm" / "job.sh", "pretrain_gpt.py"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    output = done.stdout + done.stderr
-    assert done.returncode == status and message in output, output
-    assert (tmp_path / "calls").read_text().split() == calls.split()
+    ended, output, called = run_job(tmp_path, doctor)
+    assert ended == status and message in output and called == calls.split(), output
+
+
+def test_a_fault_that_cannot_be_counted_is_not_repeated_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "run" / "faults_since_checkpoint").mkdir(parents=True)  # as unwritable as a file on a full disk
+    status, output, called = run_job(tmp_path, run=74)
+    assert status == 74 and called == ["doctor", "run"]
+    assert "a fault (status 74, see " in output and output.endswith("giving up; see that its disk has space\n")
 
 
 @pytest.fixture(scope="module")
