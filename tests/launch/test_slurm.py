@@ -148,8 +148,9 @@ def run_job(folder: Path, doctor: int = 0, run: int = 0) -> tuple[int, str, list
         (folder / name).chmod(0o755)
     environment = os.environ | {
         "PATH": f"{folder}:{os.environ['PATH']}", "RUNS": str(folder), "NAME": "run", "VARIANTS": "",
-        "PYTHON": "python3", "DOCTOR": "yes", "OF_DOCTOR": str(doctor), "OF_RUN": str(run), "CALLS": str(folder / "calls"),
-        "MAX_FAULTS": "3", "CPUS_PER_TASK": "1", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node",
+        "PYTHON": "python3", "DOCTOR": "yes", "OF_DOCTOR": str(doctor), "OF_RUN": str(run),
+        "CALLS": str(folder / "calls"), "MAX_FAULTS": "3", "CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node",
     }  # fmt: skip
     command = [ROOT / "launch" / "slurm" / "job.sh", "pretrain_gpt.py"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
