@@ -39,7 +39,7 @@ from megatron01.utils.files import writing
 EVALUATIONS = 8
 HELD_OUT_SEED = 0
 VOCABULARY = 512
-# BERT of sizes "yardstick" and "words": many masked tokens a step, and heads initialized by ``attend_to_neighbours``.
+# BERT but for "small", "wide" and "tiny": many masked tokens a step, and heads initialized by ``attend_to_neighbours``.
 BERT: dict[str, dict[str, Any]] = {
     "model": {"init_method_std": 0.1, "num_attention_heads": 2},
     "data": {"objective": "none", "masking": "token", "mask_prob": 0.2},
@@ -83,6 +83,8 @@ SHAPES: dict[str, dict[str, dict[str, int]]] = {
         "training": {"micro_batch_size": 2, "eval_iters": 2},
     },
 }
+SHAPES["single"] = SHAPES["yardstick"]  # with one sequence a replica, whatever the task, for many replicas
+_SMALL_VOCABULARY = ("yardstick", "single")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,12 +119,14 @@ def build_config(run: Run, data: Path) -> PretrainConfig:
         if (value := getattr(config.data, name)) is not None
     }
     prefix = data / ("gpt_text_document" if run.task == "gpt2" else "bert_text_sentence")
-    if run.size == "yardstick":
+    if run.size in _SMALL_VOCABULARY:
         prefix, files = small_vocabulary(run.task, data)
     if run.size == "words":
         files = {name: str(ROOT / "data" / "vocab" / file) for name, file in PUBLISHED[run.task].items()}
-    if run.task == "bert" and run.size in ("yardstick", "words"):
+    if run.task == "bert" and run.size in (*_SMALL_VOCABULARY, "words"):
         shape = {part: values | BERT[part] for part, values in shape.items()}
+    if run.size == "single":
+        shape["training"]["micro_batch_size"] = 1
     return dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, **shape["model"]),

@@ -96,6 +96,9 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
         found[f"kappa64_frozen{until}_from_4"] = {**_refreshed(64, until), **FROM_4}
     return {
         **found,
+        "every_step": {**FOUR_BITS, "sync_policy": "every"},
+        "quarter": {**FOUR_BITS, "local_scale": 0.25},
+        "eighth": {**FOUR_BITS, "local_scale": 0.125},
         "kappa32": {**FOUR_BITS, "variance_kappa": 32},
         "kappa64": {**FOUR_BITS, "variance_kappa": 64},
         "kappa64_from_4": {**FOUR_BITS, "variance_kappa": 64, **FROM_4},
