@@ -97,6 +97,7 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
     return {
         **found,
         "every_step": {**FOUR_BITS, "sync_policy": "every"},
+        "half": {**FOUR_BITS, "local_scale": 0.5},
         "quarter": {**FOUR_BITS, "local_scale": 0.25},
         "eighth": {**FOUR_BITS, "local_scale": 0.125},
         "kappa32": {**FOUR_BITS, "variance_kappa": 32},

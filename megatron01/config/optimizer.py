@@ -112,9 +112,10 @@ class OptimizerConfig(Bounded):
     max_sync_interval: Positive[int] = 16
     """zero_one_adam: largest number of steps between two synchronizations; not with sync_policy constant:K, whose K
     alone counts."""
-    local_scale: Annotated[float, Bounds(lambda value: 0 <= value <= 1, "a number in [0, 1]")] = 0.5
-    """zero_one_adam: fraction of its accumulated step that a replica applies to its weights between synchronizations. A
-    half estimates the mean step best; 1 as published."""
+    local_scale: Annotated[float, Bounds(lambda value: 0 <= value <= 1, "a number in [0, 1]")] | None = None
+    """zero_one_adam: fraction of its accumulated step that a replica applies to its weights between synchronizations; 1
+    as published. When not given: a half, or less where many replicas have small batches, whose gradients are mostly
+    noise."""
     block_size: _PowerOfTwo = 1024
     """Elements of a quantization block, which share one scale; a power of two. Smaller blocks had higher losses."""
     compressor: Literal["one_bit", "none"] = "one_bit"

@@ -120,6 +120,7 @@ class NormRatio:
         same_data: detects replicas whose gradients are all the same.
 
     Attributes:
+        moving_average: r, whether or not it applies; 0 before the first full step.
         value: r; 1 where it does not apply, or before the first full step.
         is_known: True after a full step, if r applies.
         applies: True if norms are estimated, with more than one replica.
@@ -135,7 +136,7 @@ class NormRatio:
 
     def _set(self, measured: float) -> None:
         """Set r as measured; 0 before the first full step."""
-        self._measured = measured
+        self.moving_average = measured
         self.is_known = self.applies and measured > 0.0
         self.value = measured if self.is_known else 1.0
 
@@ -147,11 +148,12 @@ class NormRatio:
             return
         # the mean is rounded to its wire type, so it may come out longer
         ratio = min(1.0, norm_of_mean / math.sqrt(square_sum / self._num_replicas))
-        self._set(self._OLD_SHARE * self._measured + (1.0 - self._OLD_SHARE) * ratio if self._measured else ratio)
+        before = self.moving_average
+        self._set(self._OLD_SHARE * before + (1.0 - self._OLD_SHARE) * ratio if before else ratio)
 
     def scalars(self) -> list[float]:
         """Numbers from which ``load_scalars`` continues: r, or 0 where it is not known, and n."""
-        return [self._measured, float(self._num_replicas)]
+        return [self.moving_average, float(self._num_replicas)]
 
     def load_scalars(self, scalars: Iterator[float]) -> None:
         """Load them; those of another number of replicas are converted."""

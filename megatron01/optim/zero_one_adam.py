@@ -44,7 +44,9 @@ class ZeroOneAdam(FlatOptimizer):
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
         local_scale: between two synchronizations the model's weights are those of the last one less this share of the
-            replica's own accumulated step; 1 as published. A single replica takes whole steps.
+            replica's own accumulated step; 1 as published. None for a half, or 1.5 r if that is less: the more noise a
+            replica's own gradient has beside the mean's (r, see ``NormRatio``), the shorter its own way. A single
+            replica takes whole steps.
         delay: receive the result of an exchange one step later, so that it overlaps with that step's computation.
         state_dtype: fp32, or bf16 for all state but the master weights: m, v, u and the errors. Not with
             ``variance_decay`` "per_refresh" or a large ``variance_kappa``, under which a refresh changes the second
@@ -68,7 +70,7 @@ class ZeroOneAdam(FlatOptimizer):
         sync_policy: str = "schedule:2",
         variance_freeze_step: int | None = None,
         step_bound: float | None = 1.0,
-        local_scale: float = 0.5,
+        local_scale: float | None = None,
         delay: bool = False,
         state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
@@ -85,7 +87,7 @@ class ZeroOneAdam(FlatOptimizer):
             bias_correction=variance_bias_correction,
             step_bound=step_bound,
         )
-        self._local_scale = require_share("local_scale", local_scale, "[0, 1]")
+        self._local_scale = None if local_scale is None else require_share("local_scale", local_scale, "[0, 1]")
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
         super().__init__(
@@ -125,12 +127,15 @@ class ZeroOneAdam(FlatOptimizer):
     def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
         found = super()._coefficients(step, rates, multiplier, refresh=refresh)
         since = found.since_sync  # this step included
+        own_share = self._local_scale
+        if own_share is None:
+            own_share = min(0.5, 1.5 * (self._norm_ratio.moving_average or 1.0))
         return replace(
             found,
             weight=found.step_size,
             total=since.total,
             step_size=np.ones_like(rates),
             decay=since.decay,
-            local_scale=1.0 if self._is_single else self._local_scale,
+            local_scale=1.0 if self._is_single else own_share,
             kept=1.0 if self._is_single else max(0.0, 1.0 - self._half_life / since.steps),
         )

@@ -33,6 +33,13 @@ def gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays
     return pull
 
 
+def opposed_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
+    """Gradients whose mean over each two replicas is far shorter than they are."""
+    noise = gradients(weights, 0, step, seed + 1)
+    pull = gradients(weights, replica // 2, step, seed)
+    return [own + (8.0 if replica % 2 else -8.0) * both for own, both in zip(pull, noise, strict=True)]
+
+
 def fixed_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
     """fp32 gradients that do not depend on the weights, so that rounding of the weights does not change them."""
     rng = np.random.default_rng((step, replica, seed))

@@ -21,6 +21,7 @@ from tests.distributed.replays import (
     given_gradients,
     gradients,
     initial_weights,
+    opposed_gradients,
 )
 from tests.reference.zero_one_adam import Reference, Settings
 from tests.tiers import slow_after
@@ -62,6 +63,8 @@ CASES: dict[str, Case] = {
     ),
     "clipped, rare full steps": Case(ZeroOneAdam, COSINE, {"max_grad_norm": 2.0, "variance_kappa": 2}),
     "tight bound": Case(ZeroOneAdam, COSINE, {"step_bound": 0.2}, weight_decay=(0.05,) * 5),
+    # r is below a third, so that replicas take shorter local steps
+    "mostly noise": Case(ZeroOneAdam, COSINE, {"max_sync_interval": 4}, gradients=opposed_gradients),
     "short intervals, whole local steps": Case(
         ZeroOneAdam,
         COSINE,
@@ -128,7 +131,7 @@ def reference_of(case: Case, n: int) -> Reference:
         block_size=options.get("block_size", 64),
         compress=options.get("compressor", "one_bit") == "one_bit",
         step_bound=options.get("step_bound", 1.0),
-        local_scale=options.get("local_scale", 0.5),
+        local_scale=options.get("local_scale"),
         max_norm=options.get("max_grad_norm"),
         clip_by=options.get("clip_by", "mean"),
         average=average_of(case, n),

@@ -59,7 +59,7 @@ class Settings:
     compress: bool = True
     threshold: float = 1e-3
     step_bound: float | None = 1.0
-    local_scale: float = 0.5  # share of u that shows in a replica's weights before a synchronization
+    local_scale: float | None = None  # share of u that shows in a replica's weights before a synchronization
     max_norm: float | None = None
     clip_by: str = "mean"
     average: Callable[[Arrays], np.ndarray] = mean_of  # of gradients
@@ -177,7 +177,11 @@ class Reference:
 
     def weights(self, replica: int, whole: bool = False) -> Arrays:
         """The weights a replica's model has now; ``whole``: at a synchronization that waits for its result."""
-        share = 1.0 if whole or self.n == 1 else self.settings.local_scale
+        share = self.settings.local_scale
+        if share is None:
+            share = min(0.5, 1.5 * (self.clipping.ratio or 1.0))
+        if whole or self.n == 1:
+            share = 1.0
         own = [share * u for u in self.u[replica]]
         return [P * x - self._scaled(p, own[p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))]
 
