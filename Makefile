@@ -19,6 +19,9 @@ help:
 	@echo 'make docs       build the documentation site into build/site, with API pages from the docstrings'
 	@echo 'make clean      remove runs, checkpoints and prepared data'
 
+# Tests start hundreds of processes: none compiles the package again, even where Python is told to keep no bytecode.
+test test-all test-kernels: export PYTHONDONTWRITEBYTECODE :=
+
 setup: $(VENV)/.ready
 
 pretrain: $(VENV)/.ready
