@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -132,9 +134,11 @@ def test_any_values_survive_a_file(lr: float, name: str | None, title: str, fast
     ],
     ids=["lists", "mappings"],
 )
-def test_deep_nesting_is_a_user_error(tmp_path: Path, text: str, message: str) -> None:
+def test_deep_nesting_is_a_user_error(tmp_path: Path, text: str, message: str, request: pytest.FixtureRequest) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
+    request.addfinalizer(partial(sys.setrecursionlimit, sys.getrecursionlimit()))
+    sys.setrecursionlimit(1000)  # Python's own: libraries of tests before may have raised it
     with pytest.raises(UserError, match=message) as caught:
         load_yaml(path, Settings(GPTPretrainConfig))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
