@@ -96,7 +96,6 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
         found[f"kappa64_frozen{until}_from_4"] = {**_refreshed(64, until), **FROM_4}
     return {
         **found,
-        "every_step": {**FOUR_BITS, "sync_policy": "every"},
         "half": {**FOUR_BITS, "local_scale": 0.5},
         "quarter": {**FOUR_BITS, "local_scale": 0.25},
         "eighth": {**FOUR_BITS, "local_scale": 0.125},

@@ -84,9 +84,9 @@ if [ "$doctor" = yes ]; then
 fi
 # mpirun kills its processes soon after SIGINT and SIGTERM, but passes SIGUSR1 on, with which they save and end. So Ctrl-C
 # must not reach it: set -m gives it a process group of its own. A second signal ends it at once.
-signal=USR1 stopped=
+signal=USR1 stopped='' running=''
 stop() {
-    kill -s "$signal" "$running" || true
+    [ -z "$running" ] || kill -s "$signal" "$running" 2>/dev/null || true
     signal=TERM stopped=$1
 }
 trap 'stop 130' INT
@@ -96,6 +96,7 @@ set -m
 for ((faults = 0; ; faults++)); do
     "${mpirun[@]}" "${task[@]}" </dev/null &
     running=$!
+    [ -z "$stopped" ] || kill -s TERM "$running" # the signal came between two starts
     while kill -0 "$running" 2>/dev/null; do # a signal to this script interrupts wait
         status=0
         wait "$running" || status=$?

@@ -140,23 +140,34 @@ PATIENT = """#!/bin/sh
 trap 'echo saved >>"$CALLS"; exit 0' USR1
 trap 'echo killed >>"$CALLS"; exit 1' INT TERM
 echo run >>"$CALLS"
-while :; do sleep 0.05; done
+for _ in $(seq 400); do sleep 0.05; done
 """
+SLOW = PATIENT.replace("; exit 0' USR1", "' USR1")  # its checkpoint takes long
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_with_a_checkpoint(tmp_path: Path, number: signal.Signals, status: int) -> None:
-    (tmp_path / "mpirun").write_text(PATIENT)
+@pytest.mark.parametrize(
+    ("program", "number", "status", "ended"),
+    [
+        (PATIENT, signal.SIGINT, 130, "saved"),
+        (PATIENT, signal.SIGTERM, 143, "saved"),
+        (SLOW, signal.SIGINT, 130, "saved killed"),
+    ],
+)
+def test_a_signal_ends_the_run_with_a_checkpoint_and_a_second_at_once(
+    tmp_path: Path, program: str, number: signal.Signals, status: int, ended: str
+) -> None:
+    (tmp_path / "mpirun").write_text(program)
     (tmp_path / "mpirun").chmod(0o755)
     calls = tmp_path / "calls"
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "DOCTOR": "no"}
     script = subprocess.Popen([SCRIPT, "-m", "any"], env=environment, stderr=subprocess.PIPE, start_new_session=True)
-    while not (calls.exists() and calls.read_text()):
-        assert script.poll() is None
-        time.sleep(0.05)
-    os.killpg(script.pid, number)  # as a terminal does
+    for number_of_lines, _ in enumerate(ended.split(), 1):
+        while not (calls.exists() and len(calls.read_text().split()) == number_of_lines):
+            assert script.poll() is None
+            time.sleep(0.05)
+        os.killpg(script.pid, number)  # as a terminal does
     assert script.wait(20) == status
-    assert calls.read_text().split() == ["run", "saved"]
+    assert calls.read_text().split() == ["run", *ended.split()]
 
 
 def test_ranks_that_the_shell_exports_do_not_reach_the_processes(tmp_path: Path) -> None:
