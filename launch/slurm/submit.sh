@@ -96,6 +96,8 @@ output=${folders[0]}/slurm-%j.log
 read -r -a more <<<"${SBATCH_OPTIONS:-}"
 [[ " ${more[*]} " != *" --no-requeue "* ]] ||
     fail "SBATCH_OPTIONS has --no-requeue, but a run goes on in the next start of its job; leave it out"
+[[ ! " ${more[*]}" =~ \ (--export[=\ ]([^\ ]*)) || ,${BASH_REMATCH[2]}, == *,ALL,* ]] ||
+    fail "SBATCH_OPTIONS has ${BASH_REMATCH[1]}, but job.sh reads what is exported here; give --export=ALL,NAME=VALUE"
 command=(
     sbatch
     --export ALL # some clusters set SBATCH_EXPORT=NONE, and job.sh needs what is exported here

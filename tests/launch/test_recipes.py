@@ -128,6 +128,8 @@ def test_the_second_phase_waits_for_the_first(tmp_path: Path, cluster: str) -> N
             {"SBATCH_OPTIONS": "--mem 0 --no-requeue"},
             "has --no-requeue, but a run",
         ),
+        ("submit.sh", ["a", "pretrain_gpt.py"], {"SBATCH_OPTIONS": "--export=NONE"}, "has --export=NONE, but job.sh"),
+        ("submit.sh", ["a", "pretrain_gpt.py"], {"SBATCH_OPTIONS": "--export HOME"}, "has --export HOME, but job.sh"),
         ("submit.sh", ["a", "pretrain_gpt.py"], {"TIME": "5"}, "TIME is 5, but its tasks are told to stop"),
         ("submit.sh", ["a", "pretrain_gpt.py"], {"TIME": "0:06:00"}, "up to 360 seconds before"),
         ("submit.sh", ["a", "pretrain_gpt.py"], {"TIME": "0-0:5", "WARNING": "240"}, "up to 300 seconds before"),
