@@ -91,7 +91,8 @@ again() {
     scontrol requeue "$job"
 }
 
-# 0 done, 2 an error in settings or data, 75 told to stop; all else is a fault, which a restart may cure
+# 0 done, 2 an error in settings or data, 75 told to stop, as are 138 and 143 (128 + SIGUSR1, SIGTERM: the doctor, and
+# tasks that still import, do not catch them); all else is a fault, which a restart may cure
 faults=$run_folder/faults_since_checkpoint
 case $status in
 0)
@@ -101,7 +102,7 @@ case $status in
 2)
     echo "ended by a mistake: see $run_folder/logs" >&2
     ;;
-75)
+75 | 138 | 143)
     again "stopped before its end"
     ;;
 *)

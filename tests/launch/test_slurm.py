@@ -178,6 +178,15 @@ def test_only_what_the_doctor_finds_ends_a_job(
     assert ended == status and message in output and called == calls.split(), output
 
 
+@pytest.mark.parametrize(("doctor", "run"), [(138, 0), (143, 0), (0, 75), (0, 138), (0, 143)])
+def test_a_job_that_is_told_to_stop_is_requeued_and_no_fault_is_counted(tmp_path: Path, doctor: int, run: int) -> None:
+    """SIGUSR1 and SIGTERM end the doctor, and tasks that still import; preempted so four times, a run would give up."""
+    status, output, called = run_job(tmp_path, doctor, run)
+    assert called == (["doctor", "requeue"] if doctor else ["doctor", "run", "requeue"])
+    assert status == doctor + run and output.endswith("stopped before its end; starting again from checkpoint none\n")
+    assert not (tmp_path / "run" / "faults_since_checkpoint").exists()
+
+
 def test_a_fault_that_cannot_be_counted_is_not_repeated_for_ever(tmp_path: Path) -> None:
     (tmp_path / "run" / "faults_since_checkpoint").mkdir(parents=True)  # as unwritable as a file on a full disk
     status, output, called = run_job(tmp_path, run=74)
