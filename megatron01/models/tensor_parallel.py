@@ -343,8 +343,9 @@ def build_model_shard(
     partitions = _model_partitions(model)
     for name, partition in partitions.items():
         module, _, parameter = name.rpartition(".")
+        trains = model.get_parameter(name).requires_grad
         shard = torch.empty(partition.shape(shapes[name], ranks.size), device="meta")
-        model.get_submodule(module).register_parameter(parameter, nn.Parameter(shard))
+        model.get_submodule(module).register_parameter(parameter, nn.Parameter(shard, requires_grad=trains))
     for name, change in plan_for(model, group, sequence_parallel=sequence_parallel).items():
         change(model.get_submodule(name))
     model.to_empty(device=torch.get_default_device())

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,19 @@ from megatron01.utils.random_numbers import random_state, replica_seed, seed_rep
 class NamedState:
     """The state of an optimizer as slices by parameter name, of the elements that this process holds by ``layout``.
 
-    Each parameter begins at a multiple of ``block_size`` in the optimizer's flat buffers.
+    Each parameter begins at a multiple of ``block_size`` in the optimizer's flat buffers. ``frozen``: fp32 weights, by
+    name, of parameters that the optimizer does not have.
     """
 
     optimizer: PretrainOptimizer
     layout: ShardLayout
     block_size: int
+    frozen: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
-    def replicated(self) -> list[StateSlice]:
-        """The slices of replicated state: the same bits on all replicas."""
-        return self.slices(self.optimizer.replicated_state())
+    def replicated(self, buffers: Mapping[str, torch.Tensor] | None = None) -> list[StateSlice]:
+        """The slices of replicated state (``buffers``; by default ``replicated_state()``): the same on all replicas."""
+        slices = self.slices(self.optimizer.replicated_state() if buffers is None else buffers)
+        return slices + [_in_memory_order("x", name, weights) for name, weights in self.frozen.items()]
 
     def replica(self, buffers: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         """This rank's own tensors (``buffers``; by default ``replica_state()``), by their names in a checkpoint."""
@@ -74,7 +77,7 @@ class NamedState:
         errors = {key: torch.zeros_like(buffer) for key, buffer in like.items()}
         scalars = optimizer.replica_state()["scalars"]
         state = AveragedState(
-            replicated=self.slices(replicated),
+            replicated=self.replicated(replicated),
             average=self.slices(average),
             errors=self.slices(errors),
             scalars=scalars,
@@ -88,7 +91,7 @@ class NamedState:
             whole = []
             for key_and_name, tensor in buffers.items():
                 key, _, name = key_and_name.partition(".")
-                whole.append(StateSlice(key, name, 0, tensor.as_strided((tensor.numel(),), (1,))))  # in memory order
+                whole.append(_in_memory_order(key, name, tensor))
             return whole
         sizes = [self.layout.shape(name).numel() for name in order]
         starts = [0, *itertools.accumulate(-(-size // self.block_size) for size in sizes)]  # in blocks
@@ -106,6 +109,10 @@ class NamedState:
                         found.append(StateSlice(key, order[index], begin, buffer[at + begin : at + end]))
                 place += last - first
         return found
+
+
+def _in_memory_order(key: str, name: str, tensor: torch.Tensor) -> StateSlice:
+    return StateSlice(key, name, 0, tensor.as_strided((tensor.numel(),), (1,)))
 
 
 def shard_layout(shard: ModelShard) -> ShardLayout:
@@ -178,6 +185,7 @@ class SavedRun:
     config: PretrainConfig
     group: ReplicaGroup
     shard: ModelShard  # what this process holds of the model
+    frozen: Mapping[str, nn.Parameter]  # what of it the optimizer does not have, as it required no gradient
     tokenizer_fingerprint: str  # of the vocabulary
     optimizer: PretrainOptimizer
     data: RunData
@@ -188,7 +196,9 @@ class SavedRun:
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
         self.meter.add_traffic(self.optimizer.settle())
-        state = self._named_state()
+        state, owned = self._named_state(), self.optimizer.owned
+        if owned is not None and owned.number > 0:
+            state = replace(state, frozen={})  # all of a node have them, and one of it saves them
         return RunState(
             metadata=self._metadata(iteration, consumed_samples),
             replicated=named_tensors(state.replicated(), state.layout),
@@ -245,6 +255,9 @@ class SavedRun:
                     optimizer.load_state(optimizer.replicated_state(), buffers)
                 with damage_named(checkpoint, "random numbers"):
                     set_random_state(random_numbers, group.device)
+        with torch.no_grad():
+            for name, parameter in self.frozen.items():
+                parameter.copy_(state.frozen[name])
         with failing_together(group, "loading the checkpoint"), damage_named(checkpoint, "metrics"):
             self.meter.load_state_dict(meter_state(saved, group.rank, self.shard.ranks))
             self.health.load_state(saved.replicas[group.rank % saved.world_size].get("health", []))
@@ -259,7 +272,8 @@ class SavedRun:
         return self.group.nodes.index(self.group.node) if by_node else self.shard.ranks.replica
 
     def _named_state(self) -> NamedState:
-        return NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size)
+        frozen = {name: parameter.detach().float() for name, parameter in self.frozen.items()}
+        return NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size, frozen)
 
     def _metadata(self, iteration: int, consumed_samples: int) -> CheckpointMetadata:
         return CheckpointMetadata(
@@ -304,6 +318,9 @@ def start_from_weights(
     with failing_together(group, "reading the pretrained model"):
         pretrained = read_model(folder, TokenizerFiles.of(settings))
         weights = _weights_of_shape(pretrained, shard.model, shard.shapes)
+    for name, parameter in shard.model.named_parameters():
+        if not parameter.requires_grad:
+            shard.keep(name, parameter, weights[name])
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # updates what derives from the master weights, the model's parameters among it, as after loading a checkpoint
     optimizer.load_state(optimizer.replicated_state(), optimizer.replica_state())

@@ -13,7 +13,8 @@ from megatron01.convert.native import read_checkpoint, write_checkpoint
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.pretraining import BERT, GPT
-from megatron01.training import Trainer
+from megatron01.training import Trainer, pretrain
+from megatron01.utils.precision import DTYPES
 from tests.distributed.harness import run_ranks
 from tests.integration.tiny import bert_config, gpt_config, with_settings
 from tests.unit.convert.trained import save_trained
@@ -144,3 +145,41 @@ def test_all_replicas_start_from_the_same(corpus, models, tmp_path):
     config = gpt_config(corpus, run_dir=str(tmp_path), pretrained_checkpoint=str(models / "hf"))
     first, second = run_ranks(start_and_compare, 2, config, default_group=True)
     assert first == second
+
+
+def run_frozen(rank, world_size, *configs):
+    """Runs of a GPT-2 whose embeddings are not trained."""
+
+    def build_model(config, tokenizer):
+        model = GPT.build_model(config, tokenizer)
+        model.embedding.requires_grad_(False)
+        return model
+
+    for config in configs:
+        pretrain(config, GPT.build_datasets, build_model, GPT.forward_step)
+
+
+@pytest.mark.parametrize(
+    ("settings", "before", "after"),
+    [
+        ({"optimizer": "adam", "precision": "bf16"}, (1, {}), (1, {})),
+        ({"precision": "fp16"}, (2, {"replica": "node", "shard_optimizer": True}), (1, {})),
+        ({}, (1, {}), (2, {"tensor_model_parallel_size": 2})),
+    ],
+)
+def test_frozen_parameters_are_those_of_the_model_and_of_the_checkpoint(
+    corpus, models, tmp_path, settings, before, after
+):
+    """Also after a resume, which no longer reads the model, and on other replicas."""
+    config = gpt_config(
+        corpus, run_dir=str(tmp_path), save=str(tmp_path / "saved"), load="auto", lr_warmup_iters=0, **settings
+    )
+    given = read_checkpoint(str(models / "gpt")).padded_weights()
+    first = with_settings(config, pretrained_checkpoint=str(models / "gpt"), train_iters=2, **before[1])
+    again, resumed = (with_settings(config, train_iters=iters, **how) for iters, how in ((3, before[1]), (4, after[1])))
+    run_ranks(run_frozen, before[0], first, again, default_group=before[0] > 1)
+    run_ranks(run_frozen, after[0], resumed, default_group=after[0] > 1)
+    weights = read_checkpoint(str(tmp_path / "saved")).weights
+    for name, tensor in weights.items():
+        expected = given[name].to(DTYPES[config.training.precision]).float()
+        assert torch.equal(tensor, expected) == name.startswith("embedding."), name
