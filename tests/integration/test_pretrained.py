@@ -16,6 +16,7 @@ from megatron01.pretraining import BERT, GPT
 from megatron01.training import Trainer, pretrain
 from megatron01.utils.precision import DTYPES
 from tests.distributed.harness import run_ranks
+from tests.integration.runs import run
 from tests.integration.tiny import bert_config, gpt_config, with_settings
 from tests.unit.convert.trained import save_trained
 
@@ -183,3 +184,14 @@ def test_frozen_parameters_are_those_of_the_model_and_of_the_checkpoint(
     for name, tensor in weights.items():
         expected = given[name].to(DTYPES[config.training.precision]).float()
         assert torch.equal(tensor, expected) == name.startswith("embedding."), name
+
+
+def test_parameters_that_are_frozen_on_resume_keep_the_weights_of_the_checkpoint(corpus, tmp_path):
+    places = {"run_dir": str(tmp_path), "save": str(tmp_path / "saved"), "load": "auto"}
+    config = gpt_config(corpus, **places, lr_warmup_iters=0, train_iters=2)
+    run(config)
+    before = read_checkpoint(str(tmp_path / "saved")).weights
+    run_frozen(0, 1, with_settings(config, train_iters=4))
+    after = read_checkpoint(str(tmp_path / "saved")).weights
+    for name in before:
+        assert torch.equal(before[name], after[name]) == name.startswith("embedding."), name
