@@ -285,35 +285,19 @@ class Trainer:
         batches = iter(()) if is_done else self.data.training_batches(self.consumed_samples)
         reason, consensus = None, PreemptionConsensus(stop, self.group)
         while self.iteration < training.train_iters and reason is None:
+            start, spike = self.iteration, None
             try:
                 self.train_step(batches)
+                reason, spike = self._after_step(stop, consensus)
             except TrainingDiverged as error:
                 if config.health.on_loss_spike != "roll_back":
                     raise
-                self.consumed_samples += self.global_batch_size  # the step that raised it took them
-                batches = self._roll_back(str(error), int(self.group.maxima([error.skipped_steps])[0]))
-                continue
-            self.recorder.step_done(self.iteration, self.meter.seconds)
-            self._check_ownership(stop)
-            is_last = self.iteration == training.train_iters
-            reason = consensus.after_step()
-            if self._is_due(config.health.check_replicas_interval):
-                self.check_replicas()
-            eval_loss = None
-            if is_last or (self._is_due(training.eval_interval) and reason is None):
-                eval_loss = self.evaluate(self.data.datasets.valid, consensus)
-                reason = reason or (consensus.now() if eval_loss is None else None)
-            if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
-                loss_spike = self._write_line(eval_loss)
-                if loss_spike is not None and config.health.on_loss_spike != "warn":
-                    batches = self._roll_back(loss_spike, config.logging.log_interval)
-                    continue
-            if is_last or reason is not None:
-                self.save()
-            elif self._is_due(config.checkpoint.save_interval):
-                self.save(training_continues=True)
-            else:
-                self.checkpoints.report()
+                since = self.iteration - start  # 1 where a delayed exchange says so, when the state is read
+                if since == 0:
+                    self.consumed_samples += self.global_batch_size  # the step that raised it took them
+                batches = self._roll_back(str(error), since + int(self.group.maxima([error.skipped_steps])[0]))
+            if spike is not None:
+                batches = self._roll_back(spike, config.logging.log_interval)
         if reason is None:
             test_loss = self.evaluate(self.data.datasets.test, consensus)
             if test_loss is not None:
@@ -333,6 +317,34 @@ class Trainer:
         )
         self.recorder.print(traffic)
         return self.iteration >= training.train_iters
+
+    def _after_step(self, stop: StopRequest, consensus: PreemptionConsensus) -> tuple[str | None, str | None]:
+        """Evaluate, report and save what is due after a step. Collective.
+
+        Returns why the run is to stop, if it is, and the loss spike that the run has to go back from, if there is one.
+        """
+        config, training = self.config, self.config.training
+        self.recorder.step_done(self.iteration, self.meter.seconds)
+        self._check_ownership(stop)
+        is_last = self.iteration == training.train_iters
+        reason = consensus.after_step()
+        if self._is_due(config.health.check_replicas_interval):
+            self.check_replicas()
+        eval_loss = None
+        if is_last or (self._is_due(training.eval_interval) and reason is None):
+            eval_loss = self.evaluate(self.data.datasets.valid, consensus)
+            reason = reason or (consensus.now() if eval_loss is None else None)
+        if is_last or eval_loss is not None or self._is_due(config.logging.log_interval):
+            loss_spike = self._write_line(eval_loss)
+            if loss_spike is not None and config.health.on_loss_spike != "warn":
+                return None, loss_spike
+        if is_last or reason is not None:
+            self.save()
+        elif self._is_due(config.checkpoint.save_interval):
+            self.save(training_continues=True)
+        else:
+            self.checkpoints.report()
+        return reason, None
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One optimizer step on the next micro-batches of ``batches``."""

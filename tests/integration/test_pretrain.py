@@ -340,11 +340,22 @@ def lose_gradients_and_roll_back(rank, world_size, config):
 
 
 @pytest.mark.parametrize(
-    "settings", slow_after(1, [{"sync_policy": "constant:4", "variance_freeze_step": 3}, {}, {"optimizer": "adam"}])
+    "settings",
+    slow_after(
+        2,
+        [
+            {"sync_policy": "constant:4", "variance_freeze_step": 3},
+            # the exchange of step 13, which says that a replica gives up, is received by the check of the replicas
+            {"sync_policy": "every", "variance_freeze_step": 3, "delay_synchronization": True}
+            | {"max_skipped_steps": 4, "check_replicas_interval": 13},
+            {},
+            {"optimizer": "adam"},
+        ],
+    ),
 )
 def test_gradients_that_stay_not_finite_are_rolled_back_to_before_the_first_of_them(corpus, tmp_path, settings):
     output, _ = run_ranks(
-        lose_gradients_and_roll_back, 2, rolling_back(corpus, tmp_path, max_skipped_steps=5, **settings)
+        lose_gradients_and_roll_back, 2, rolling_back(corpus, tmp_path, **{"max_skipped_steps": 5} | settings)
     )
     # the checkpoint of 10 is among the steps that were skipped
     assert re.search(r"rolled back from iteration 1[1-4] to 5;", output), output
