@@ -307,6 +307,10 @@ class ModelShard:
             return None
         return ModelShardRanks(self.ranks, frozenset(self.shapes) - frozenset(self.partitions))
 
+    def frozen(self) -> dict[str, nn.Parameter]:
+        """The parameters of this shard that require no gradient, by name."""
+        return {name: weights for name, weights in self.model.named_parameters() if not weights.requires_grad}
+
     def keep(self, name: str, parameter: Tensor, whole: Tensor) -> None:
         """Set a parameter of this shard from the whole one; padding becomes zero."""
         partition = self.partitions.get(name)

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +196,9 @@ class SavedRun:
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
         self.meter.add_traffic(self.optimizer.settle())
-        state, owned = self._named_state(), self.optimizer.owned
-        if owned is not None and owned.number > 0:
-            state = replace(state, frozen={})  # all of a node have them, and one of it saves them
+        owned = self.optimizer.owned
+        # all processes of a node have the frozen parameters, and one of them saves them
+        state = self._named_state(with_frozen=owned is None or owned.number == 0)
         return RunState(
             metadata=self._metadata(iteration, consumed_samples),
             replicated=named_tensors(state.replicated(), state.layout),
@@ -271,8 +271,8 @@ class SavedRun:
         by_node = self.config.distributed.replica == "node"
         return self.group.nodes.index(self.group.node) if by_node else self.shard.ranks.replica
 
-    def _named_state(self) -> NamedState:
-        frozen = {name: parameter.detach().float() for name, parameter in self.frozen.items()}
+    def _named_state(self, *, with_frozen: bool = True) -> NamedState:
+        frozen = {name: weights.detach().float() for name, weights in self.frozen.items()} if with_frozen else {}
         return NamedState(self.optimizer, shard_layout(self.shard), self.config.optimizer.block_size, frozen)
 
     def _metadata(self, iteration: int, consumed_samples: int) -> CheckpointMetadata:
@@ -318,9 +318,8 @@ def start_from_weights(
     with failing_together(group, "reading the pretrained model"):
         pretrained = read_model(folder, TokenizerFiles.of(settings))
         weights = _weights_of_shape(pretrained, shard.model, shard.shapes)
-    for name, parameter in shard.model.named_parameters():
-        if not parameter.requires_grad:
-            shard.keep(name, parameter, weights[name])
+    for name, parameter in shard.frozen().items():
+        shard.keep(name, parameter, weights[name])
     optimizer.fill_master_parameters(lambda name, master: shard.keep(name, master, weights[name]))
     # updates what derives from the master weights, the model's parameters among it, as after loading a checkpoint
     optimizer.load_state(optimizer.replicated_state(), optimizer.replica_state())

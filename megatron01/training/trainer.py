@@ -228,7 +228,7 @@ class Trainer:
             config=saved_config,
             group=group,
             shard=self.shard,
-            frozen={name: weights for name, weights in self.model.named_parameters() if not weights.requires_grad},
+            frozen=self.shard.frozen(),
             tokenizer_fingerprint=self.tokenizer.fingerprint,
             optimizer=self.optimizer,
             data=self.data,
