@@ -99,6 +99,7 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
         "half": {**FOUR_BITS, "local_scale": 0.5},
         "quarter": {**FOUR_BITS, "local_scale": 0.25},
         "eighth": {**FOUR_BITS, "local_scale": 0.125},
+        "common": {**FOUR_BITS, "local_momentum": "common"},
         "kappa32": {**FOUR_BITS, "variance_kappa": 32},
         "kappa64": {**FOUR_BITS, "variance_kappa": 64},
         "kappa64_from_4": {**FOUR_BITS, "variance_kappa": 64, **FROM_4},

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -31,7 +32,9 @@ from megatron01.optim.local_update import (
     ACCUMULATE,
     LOCAL,
     SYNCHRONIZE,
+    SYNCHRONIZE_LOCALLY,
     Coefficients,
+    CommonMomentum,
     Phase,
     Rule,
     SinceSynchronization,
@@ -157,23 +160,25 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
     """For parameters and gradients of the one dtype, and optimizer state of the other."""
     name = " and ".join(str(given).removeprefix("torch.") for given in (dtype, state_dtype))
     kernels, count = TritonKernels(torch.device("cpu")), 4 * BLOCK_SIZE
-    everything = Phase(gradient=True, synchronize=True, write_weights=True)
     cases: list[tuple[str, Rule, Phase, bool, Quantizer | Literal["none"] | None]] = [
         ("local", Rule.ADAPTIVE, LOCAL, False, None),
         ("accumulate", Rule.ADAPTIVE, ACCUMULATE, False, None),
-        ("refresh and synchronize alone", Rule.ADAPTIVE, everything, True, None),
+        ("refresh and synchronize alone", Rule.ADAPTIVE, SYNCHRONIZE_LOCALLY, True, None),
         ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, "none"),
         ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, "sign"),
         ("synchronize", Rule.ADAPTIVE, SYNCHRONIZE, False, "4bit"),
         ("synchronize", Rule.PLAIN, SYNCHRONIZE, False, "sign"),
-        ("synchronize alone", Rule.PLAIN, everything, False, None),
+        ("synchronize alone", Rule.PLAIN, SYNCHRONIZE_LOCALLY, False, None),
         ("accumulate", Rule.SOFT_SIGN, ACCUMULATE, False, None),
-        ("synchronize", Rule.SOFT_SIGN, everything, False, "none"),
-        ("synchronize", Rule.SOFT_SIGN, everything, False, "random"),
-        ("refresh and synchronize alone, a mean of codes", Rule.ADAPTIVE, everything, True, None),
+        ("synchronize", Rule.SOFT_SIGN, SYNCHRONIZE_LOCALLY, False, "none"),
+        ("synchronize", Rule.SOFT_SIGN, SYNCHRONIZE_LOCALLY, False, "random"),
+        ("refresh and synchronize alone, a mean of codes", Rule.ADAPTIVE, SYNCHRONIZE_LOCALLY, True, None),
         ("refresh and accumulate, a mean of codes", Rule.ADAPTIVE, ACCUMULATE, True, None),
-        ("synchronize, a mean of codes", Rule.SOFT_SIGN, everything, False, "random"),
+        ("synchronize, a mean of codes", Rule.SOFT_SIGN, SYNCHRONIZE_LOCALLY, False, "random"),
         ("local, its norm not waited for", Rule.ADAPTIVE, LOCAL, False, None),
+        ("local, common momentum", Rule.ADAPTIVE, LOCAL, False, None),
+        ("accumulate, common momentum, its norm not waited for", Rule.ADAPTIVE, ACCUMULATE, False, None),
+        ("accumulate, common momentum, no gradient", Rule.ADAPTIVE, replace(ACCUMULATE, gradient=False), False, None),
     ]
     active = torch.zeros(count // 32, dtype=torch.int32)
 
@@ -188,7 +193,9 @@ def compile_updates(compiler: Compiler, dtype: torch.dtype, state_dtype: torch.d
         multiplier = torch.ones(()) if "waited" in what else 1.0
         decay = 0.9 if refresh else None
         numbers = Coefficients(
-            rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones, SinceSynchronization(ones, ones)
+            *(rule, multiplier, 0.9, 1e-8, decay, 1.0, ones, ones, ones, ones),
+            SinceSynchronization(ones, ones),
+            common=CommonMomentum(0.5, 0.5) if "common" in what else None,
         )
         state = torch.zeros(count, dtype=torch.float32 if rule is Rule.SOFT_SIGN else state_dtype)
         step: torch.Tensor | PackedBlocks | None = torch.zeros(count) if exchanged == "none" else None

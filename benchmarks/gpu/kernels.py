@@ -40,7 +40,9 @@ from megatron01.optim.local_update import (
     ACCUMULATE,
     LOCAL,
     SYNCHRONIZE,
+    SYNCHRONIZE_LOCALLY,
     Coefficients,
+    CommonMomentum,
     Kernels,
     Phase,
     Rule,
@@ -247,12 +249,14 @@ def _differing(one: Tensor, other: Tensor) -> int:
 
 _UPDATES: dict[str, tuple[Phase, bool, bool]] = {
     "local": (LOCAL, False, False),
+    "local, common momentum": (LOCAL, False, False),
     "1-bit, before the exchange": (ACCUMULATE, False, False),
     "1-bit, after it": (SYNCHRONIZE, False, True),
-    "full": (Phase(gradient=True, synchronize=True, write_weights=True, fresh=True), True, False),
+    "full": (replace(SYNCHRONIZE_LOCALLY, fresh=True), True, False),
 }  # phase, v is refreshed, result of an exchange is given
 _TRAFFIC = {
     "local": "g2 x4 v4 m4 u4 > m4 u4 w2",
+    "local, common momentum": "g2 x4 v4 m4 u4 > u4 w2",
     "1-bit, before the exchange": "g2 m4 u4 > u4",
     "1-bit, after it": "step4 x4 v4 > x4 m4 w2",
     "full": "g2 x4 v4 m4 > x4 v4 m4 w2",
@@ -260,7 +264,7 @@ _TRAFFIC = {
 """Buffers that are read, and that are written, with the bytes of an element."""
 
 
-def _numbers(phase: Phase, *, refresh: bool) -> Any:
+def _numbers(phase: Phase, *, refresh: bool, common: bool) -> Any:
     ones, rates = np.array([1.0, 0.0]), np.array([1e-3, 0.0])
     return Coefficients(
         rule=Rule.ADAPTIVE,
@@ -275,6 +279,7 @@ def _numbers(phase: Phase, *, refresh: bool) -> Any:
         decay=np.array([0.999, 1.0]),
         since_sync=SinceSynchronization(ones, ones),
         step_bound=1e3,
+        common=CommonMomentum(share=0.7, decay=0.6) if common else None,
     ).of(0, phase)
 
 
@@ -304,7 +309,7 @@ def _update(kernels: Kernels, name: str, buffers: dict[str, Tensor]) -> None:
         slices = slices._replace(gradients=None)
     if not exchanged:
         slices = slices._replace(step=None)
-    kernels.update(phase, _numbers(phase, refresh=refresh), slices)
+    kernels.update(phase, _numbers(phase, refresh=refresh, common="common" in name), slices)
 
 
 def _update_against_specification(name: str, elements: int) -> dict[str, Any]:

@@ -112,6 +112,10 @@ class OptimizerConfig(Bounded):
     max_sync_interval: Positive[int] = 16
     """zero_one_adam: largest number of steps between two synchronizations; not with sync_policy constant:K, whose K
     alone counts."""
+    local_momentum: Literal["own", "common"] = "own"
+    """zero_one_adam: momentum between synchronizations. own: each replica's takes up its own gradients, as published;
+    common: all keep that of the last synchronization and take full steps along it, with lower losses, most so with many
+    replicas."""
     local_scale: Annotated[float, Bounds(lambda value: 0 <= value <= 1, "a number in [0, 1]")] | None = None
     """zero_one_adam: fraction of its accumulated step that a replica applies to its weights between synchronizations; 1
     as published. When not given: a half, or less where many replicas have small batches, whose gradients are mostly

@@ -64,9 +64,9 @@ from megatron01.optim.flat_parameters import (
 from megatron01.optim.gradients import DeferredNorm, GradientSource, NormRatio, StepGradient
 from megatron01.optim.kernels import build_kernels
 from megatron01.optim.local_update import (
-    ACCUMULATE_AND_SYNCHRONIZE,
     LOCAL,
     SYNCHRONIZE,
+    SYNCHRONIZE_LOCALLY,
     WRITE_WEIGHTS,
     Coefficients,
     LocalUpdate,
@@ -112,6 +112,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         second_moment: decay, bias correction and step bound of v, under the adaptive rule; None under others.
         momentum_bias_correction: whether the step at t, counted from 0, is divided by 1 - beta1^(t + 1).
         delay: whether the result of an exchange is received one step later.
+        common_momentum: whether the momentum changes at synchronizations only; see ``CommonMomentum``.
         state_dtype: fp32, or bf16 for all flat buffers but the master weights; not under the soft-sign rule.
         agreement: the subclass's own settings, which must be the same on all replicas.
         common: see ``CommonSettings``.
@@ -142,6 +143,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         second_moment: SecondMoment | None = None,
         momentum_bias_correction: bool = False,
         delay: bool = False,
+        common_momentum: bool = False,
         state_dtype: torch.dtype = torch.float32,
         **common: Unpack[CommonArguments],
     ) -> None:
@@ -210,7 +212,12 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         check_agreement(self._whole, self._frozen_at_start, self._masks, self.param_groups, about, self._world)
         self._broadcast_weights()
         self._local = LocalUpdate(
-            self._flat, self._kernels, rule, state_dtype=state_dtype, num_groups=len(self.param_groups)
+            self._flat,
+            self._kernels,
+            rule,
+            state_dtype=state_dtype,
+            num_groups=len(self.param_groups),
+            common_momentum=common_momentum,
         )
         self._candidates = active_candidates(self._flat, self._masks, ())
         self._frozen_elements = FrozenElements(self._whole, self._masks)
@@ -365,7 +372,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         """What the replicas do at ``step``; this default averages gradients at every step."""
         return StepPlan(averages=True)
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
+    def _coefficients(
+        self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool, steps: int = 1
+    ) -> Coefficients:
         """Coefficients of ``step``.
 
         This default is for methods that synchronize at every step: u is a momentum, and x moves by its step size (the
@@ -375,6 +384,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             rates: learning rates, fp64[groups + 1]; 0 for frozen parameters.
             multiplier: applied to every gradient.
             refresh: True if the gradient is a finite mean over all replicas.
+            steps: 0 for coefficients of the state as it is.
         """
         v, before = self._second_moment, self._local.since_sync
         sizes = rates / (1.0 - self._beta1 ** (step + 1)) if self._corrects_momentum else rates
@@ -391,9 +401,13 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             total=self._moving,
             step_size=sizes,
             decay=decay,
-            since_sync=SinceSynchronization(before.total + sizes, before.decay * decay, before.steps + 1),
+            since_sync=SinceSynchronization(before.total + sizes, before.decay * decay, before.steps + steps),
             step_bound=None if v is None else v.step_bound,
         )
+
+    def _current_coefficients(self) -> Coefficients:
+        """Coefficients of the state as it is, without a step."""
+        return self._coefficients(self.step_count, np.zeros_like(self._moving), 1.0, refresh=False, steps=0)
 
     def _averaged(self, coefficients: Coefficients) -> None:
         """Called after each step that averaged gradients and was not called off."""
@@ -514,7 +528,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
     def _synchronize_locally(self, coefficients: Coefficients, uses_gradient: bool) -> None:
         """Synchronize without an exchange: u is the same on all replicas."""
-        self._run(ACCUMULATE_AND_SYNCHRONIZE if uses_gradient else SYNCHRONIZE, coefficients)
+        self._run(replace(SYNCHRONIZE_LOCALLY, gradient=uses_gradient), coefficients)
 
     def _run(self, phase: Phase, coefficients: Coefficients) -> None:
         """Run ``phase`` on all blocks of this replica."""
@@ -868,8 +882,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
 
     def _derive_weights(self) -> None:
         """Recompute the model's weights from the state."""
-        coefficients = self._coefficients(self.step_count, np.zeros_like(self._moving), 1.0, refresh=False)
-        self._run(WRITE_WEIGHTS, coefficients)
+        self._run(WRITE_WEIGHTS, self._current_coefficients())
 
     def _share_weights(self) -> None:
         """All-gather the weights inside the node from the processes that own them, unreported; no-op unless sharded."""
@@ -1008,8 +1021,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
         if not self._local.is_fresh:
-            coefficients = self._coefficients(self.step_count, np.zeros_like(self._moving), 1.0, refresh=False)
-            self._run(SYNCHRONIZE, coefficients)
+            self._synchronize_locally(self._current_coefficients(), uses_gradient=False)
         self._local.since_sync = self._local.start
         for error in self._error_buffers().values():
             error.zero_()

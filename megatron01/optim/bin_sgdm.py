@@ -61,8 +61,10 @@ class SoftSignSGD(FlatOptimizer):
     def _plan(self, step: int) -> StepPlan:
         return StepPlan(averages=False)
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
-        coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh)
+    def _coefficients(
+        self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool, steps: int = 1
+    ) -> Coefficients:
+        coefficients = super()._coefficients(step, rates, multiplier, refresh=refresh, steps=steps)
         return replace(coefficients, never_falls=self._never_falls)
 
     def _synchronize_locally(self, coefficients: Coefficients, uses_gradient: bool) -> None:

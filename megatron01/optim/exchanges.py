@@ -361,9 +361,9 @@ class CompressedAllReduce:
     def send_bucket(self, bucket: int, contribution: Contribution) -> None:
         """Accumulate this step into u in one bucket, then compress and send that."""
         has_gradient, fresh = contribution.uses_gradient, contribution.fresh
-        phase = Phase(gradient=has_gradient, write_weights=self._delay, fresh=fresh)
+        phase = Phase(gradient=has_gradient, exchange=True, write_weights=self._delay, fresh=fresh)
         for blocks in self._local.ranges(*self.buckets[bucket]):
-            if has_gradient or fresh or self._delay:
+            if has_gradient or fresh or self._delay or self._local.common_momentum:
                 self._local.run(phase, contribution.coefficients, blocks)
             self.exchange.compress(bucket, *blocks, self._local.u)
         self.exchange.send(bucket, self._guard.status(contribution.status))

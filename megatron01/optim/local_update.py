@@ -6,11 +6,16 @@ With g the gradient times ``multiplier``, a ``Phase`` of a step runs some of the
     plain rule (SGD with momentum; there is no v, d = 1, and no bound)
         refresh         v <- decay v + (1 - decay) g^2
         accumulate      m' = beta1 m + (1 - beta1) g
-                        if momentum is kept:  u <- u + weight m' ;  m <- m'
+                        in a local step:      u <- u + weight m' ;  m <- m'
                         before an exchange:   u <- kept (u + weight m') + (1 - kept) total m'
         synchronize     x <- P x - min(step_size U / d, bound) ;  m <- U / total, or 0 / 0 = 0   (min of magnitudes)
         write weights   model weights <- cast(P x - min(local_scale step_size u / d, bound)),
                         after a synchronization cast(x)
+
+    the same with a common momentum: m stays that of the last synchronization, and u is a sum of gradients
+        accumulate      in a local step:      u <- u + weight g
+                        before an exchange:   u <- decay total m + (1 - decay) (u + weight g)
+        write weights   with share total m + (1 - share) local_scale u in place of local_scale u
 
     soft-sign rule (BinSGDM and its kin; v holds the mean magnitude b of the gradients)
         accumulate      m' = beta1 m + (1 - beta1) g ;  b' = beta1 b + (1 - beta1) |g| ;  u <- m' / b'
@@ -55,21 +60,24 @@ class Phase:
     """Which parts of an update a pass carries out.
 
     Attributes:
+        exchange: u becomes what is exchanged. That replaces the momentum: the stored one is not written, so the step
+            can be called off.
         fresh: treat u as 0, whatever it holds.
     """
 
     gradient: bool = False
-    keep_momentum: bool = False
+    exchange: bool = False
     synchronize: bool = False
     write_weights: bool = False
     fresh: bool = False
 
 
-LOCAL = Phase(gradient=True, keep_momentum=True, write_weights=True)
-ACCUMULATE = Phase(gradient=True)
-"""Before an exchange, which replaces the momentum: the stored one is not written, so the step can be called off."""
-ACCUMULATE_AND_SYNCHRONIZE = Phase(gradient=True, synchronize=True, write_weights=True)
+LOCAL = Phase(gradient=True, write_weights=True)
+ACCUMULATE = Phase(gradient=True, exchange=True)
 SYNCHRONIZE = Phase(synchronize=True, write_weights=True)
+"""After an exchange, by its result."""
+SYNCHRONIZE_LOCALLY = Phase(gradient=True, exchange=True, synchronize=True, write_weights=True)
+"""Without an exchange: u is the same on all replicas."""
 WRITE_WEIGHTS = Phase(write_weights=True)
 
 
@@ -78,7 +86,14 @@ Multiplier = float | Tensor
 
 
 class Numbers(NamedTuple):
-    """The ``Coefficients`` of one parameter group; u becomes kept u + weight m'. Numbers are exact in fp32."""
+    """The ``Coefficients`` of one parameter group in a phase. Numbers are exact in fp32.
+
+    Attributes:
+        kept, weight: u becomes kept u + weight m'.
+        of_momentum: what u is in the model's weights, m is this many times; 0 without a common momentum.
+        keeps_momentum: m' is written to m.
+        takes_momentum: u takes up m also without a gradient, which then counts as 0.
+    """
 
     rule: Rule
     multiplier: Multiplier
@@ -90,9 +105,24 @@ class Numbers(NamedTuple):
     weight: float
     total: float
     step_size: float
+    of_momentum: float
     bound: float
     decay: float
     never_falls: bool
+    keeps_momentum: bool
+    takes_momentum: bool
+
+
+class CommonMomentum(NamedTuple):
+    """Coefficients of a momentum that stays that of the last synchronization until the next one.
+
+    Attributes:
+        share: of the accumulated step that comes from it: mean of beta1^j over the steps j = 1, 2, ... since then.
+        decay: what the next synchronization keeps of it; the rest is the mean gradient since then.
+    """
+
+    share: float
+    decay: float
 
 
 @dataclass(frozen=True)
@@ -130,6 +160,7 @@ class Coefficients:
         never_falls: soft sign: b' is never below b (the bound of AMSGrad).
         local_scale: factor on u in the model's weights, until x has moved by it.
         kept: share of the sum of momenta in what is exchanged; the rest is the last momentum times G.
+        common: given if the momentum changes at synchronizations only.
         since_sync: G, P and the number of steps after this step, if it does not synchronize.
         mean: the mean gradient over the replicas where it is packed: it takes the place of the flat buffer's gradients.
     """
@@ -149,6 +180,7 @@ class Coefficients:
     never_falls: bool = False
     local_scale: float = 1.0
     kept: float = 0.0
+    common: CommonMomentum | None = None
     mean: Sequence[PackedBlocks] | None = None
     _found: dict[tuple[int, Phase], Numbers] = field(init=False, repr=False, compare=False, default_factory=dict)
 
@@ -156,27 +188,43 @@ class Coefficients:
         """Coefficients of a parameter group in ``phase``; -1 for frozen parameters."""
         if found := self._found.get((group, phase)):
             return found
-        scale = np.float32(1.0 if phase.synchronize else self.local_scale)
+        step_size = float(self.step_size[group])
         multiplier, decay = self.multiplier, self.variance_decay
-        kept, weight, total = 1.0, float(np.float32(self.weight[group])), float(np.float32(self.total[group]))
-        if not phase.keep_momentum:  # before an exchange
+        weight, total = float(np.float32(self.weight[group])), float(np.float32(self.total[group]))
+        beta1, kept, of_momentum = self.beta1, 1.0, 0.0
+        if phase.exchange and self.common is not None:
+            kept = 1.0 - self.common.decay
+            weight, of_total = kept * weight, self.common.decay * total
+            weight += of_total
+            beta1 = of_total / (weight or 1.0)
+        elif phase.exchange:
             kept = self.kept
             weight = kept * weight + (1.0 - kept) * total
+        elif self.common is not None:
+            beta1 = 0.0
+            if not phase.synchronize:
+                of_momentum = step_size * total * self.common.share
+                step_size *= 1.0 - self.common.share
+        if not phase.synchronize:
+            step_size = float(np.float32(step_size) * np.float32(self.local_scale))
         bound = np.inf if self.step_bound is None else self.step_bound * self.total[group] * self.step_size[group]
         numbers = self._found[group, phase] = Numbers(
             self.rule,
             multiplier if isinstance(multiplier, Tensor) else float(np.float32(multiplier)),
-            float(np.float32(self.beta1)),
+            float(np.float32(beta1)),
             float(np.float32(self.eps)),
             None if decay is None else float(np.float32(decay)),
             float(np.float32(self.inverse_correction)),
             float(np.float32(kept)),
             float(np.float32(weight)),
             total,
-            float(np.float32(self.step_size[group]) * scale),
+            float(np.float32(step_size)),
+            float(np.float32(of_momentum)),
             float(np.float32(bound)),
             float(np.float32(self.decay[group])),
             self.never_falls,
+            phase.gradient and not phase.exchange and self.common is None,
+            phase.exchange and self.common is not None,
         )
         return numbers
 
@@ -317,6 +365,7 @@ class LocalUpdate:
         state_dtype: fp32 or bf16: of v, m and u. A step continues with v and u as rounded, so that the model's weights
             can be recomputed from the state bit for bit.
         num_groups: number of parameter groups.
+        common_momentum: True if the momentum changes at synchronizations only, and u is a sum of gradients.
 
     Attributes:
         x: master weights as of the last synchronization, fp32[elements].
@@ -329,10 +378,18 @@ class LocalUpdate:
     """
 
     def __init__(
-        self, flat: FlatParameters, kernels: Kernels, rule: Rule, *, state_dtype: torch.dtype, num_groups: int
+        self,
+        flat: FlatParameters,
+        kernels: Kernels,
+        rule: Rule,
+        *,
+        state_dtype: torch.dtype,
+        num_groups: int,
+        common_momentum: bool = False,
     ) -> None:
         self.flat = flat
         self.kernels = kernels
+        self.common_momentum = common_momentum
         self.x = flat.new_buffer()
         has_v = rule is not Rule.PLAIN
         self.v = flat.new_buffer(state_dtype) if has_v else torch.zeros(0, dtype=torch.float32, device=flat.device)
@@ -380,10 +437,18 @@ class LocalUpdate:
     def scalars(self) -> list[float]:
         """Numbers from which ``load_scalars`` continues."""
         since = self.since_sync
-        return [float(since.steps), *since.total[:-1].tolist(), *since.decay[:-1].tolist()]
+        steps = -since.steps if self.common_momentum else since.steps
+        return [float(steps), *since.total[:-1].tolist(), *since.decay[:-1].tolist()]
 
     def load_scalars(self, scalars: Iterator[float], *, agrees: bool) -> None:
         steps, num_groups = int(next(scalars)), self.start.total.size - 1
+        if steps and (steps < 0) != self.common_momentum:
+            saved, own = ("own", "common") if self.common_momentum else ("common", "own")
+            raise UserError(
+                f"the state was saved between two synchronizations with local_momentum {saved!r}, and local_momentum is"
+                f" {own!r}; expected {saved!r}, or a state saved right after a synchronization"
+            )
+        steps = abs(steps)
         total, decay = [*islice(scalars, num_groups), 0.0], [*islice(scalars, num_groups), 1.0]
         self.since_sync = SinceSynchronization(np.array(total), np.array(decay), steps, agrees)
 

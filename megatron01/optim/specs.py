@@ -70,6 +70,7 @@ def _zero_one_adam_arguments(config: PretrainConfig) -> dict[str, Any]:
         "variance_decay_floor": settings.variance_decay_floor,
         "variance_freeze_step": settings.variance_freeze_step,
         "sync_policy": settings.sync_policy,
+        "local_momentum": settings.local_momentum,
         "local_scale": settings.local_scale,
         "state_dtype": DTYPES[settings.state_dtype],
     }
@@ -219,7 +220,7 @@ SPECS = {
     "zero_one_adam": OptimizerSpec(
         label="0/1 Adam",
         build=_builder("ZeroOneAdam", _zero_one_adam_arguments),
-        own_settings=("state_dtype", "local_scale"),
+        own_settings=("state_dtype", "local_momentum", "local_scale"),
         planned_settings=("sync_policy", "max_sync_interval", "bucket_elements"),
         second_moment=True,
         state_vectors=3,

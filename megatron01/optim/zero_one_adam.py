@@ -16,9 +16,9 @@ from typing import Any, Literal, Unpack
 import numpy as np
 import torch
 
-from megatron01.errors import require_decays, require_share
+from megatron01.errors import UserError, require_decays, require_share
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.local_update import Coefficients, Multiplier, Rule, SecondMoment
+from megatron01.optim.local_update import Coefficients, CommonMomentum, Multiplier, Rule, SecondMoment
 from megatron01.optim.policies import StepPlan, VariancePolicy, build_sync_policy, require_change_in_bf16
 from megatron01.optim.schedule import Schedule, as_schedule
 from megatron01.optim.settings import CommonArguments, quantizer_of
@@ -43,6 +43,9 @@ class ZeroOneAdam(FlatOptimizer):
             that after the warm-up.
         step_bound: no weight moves by more than this many times the learning rates since the last synchronization; None
             for no bound.
+        local_momentum: between two synchronizations. "own": each replica's momentum takes up its own gradients, as
+            published. "common": the momentum of the last synchronization, the same on all replicas, moves the weights
+            in full; gradients are added up, and change it at the next one.
         local_scale: between two synchronizations the model's weights are those of the last one less this share of the
             replica's own accumulated step; 1 as published. None for a half, or 1.5 r if that is less: the more noise a
             replica's own gradient has beside the mean's (r, see ``NormRatio``), the shorter its own way. A single
@@ -70,6 +73,7 @@ class ZeroOneAdam(FlatOptimizer):
         sync_policy: str = "schedule:2",
         variance_freeze_step: int | None = None,
         step_bound: float | None = 1.0,
+        local_momentum: Literal["own", "common"] = "own",
         local_scale: float | None = None,
         delay: bool = False,
         state_dtype: torch.dtype = torch.float32,
@@ -87,6 +91,8 @@ class ZeroOneAdam(FlatOptimizer):
             bias_correction=variance_bias_correction,
             step_bound=step_bound,
         )
+        if local_momentum not in ("own", "common"):
+            raise UserError(f"local_momentum is {local_momentum!r}; expected 'own' or 'common'")
         self._local_scale = None if local_scale is None else require_share("local_scale", local_scale, "[0, 1]")
         self._sync_policy = build_sync_policy(sync_policy, schedule, max_sync_interval)
         self._variance_policy = VariancePolicy(variance_kappa, variance_freeze_step, self._sync_policy)
@@ -100,6 +106,7 @@ class ZeroOneAdam(FlatOptimizer):
             second_moment=v,
             momentum_bias_correction=momentum_bias_correction,
             delay=delay,
+            common_momentum=local_momentum == "common",
             state_dtype=state_dtype,
             agreement=(
                 variance_kappa,
@@ -107,6 +114,7 @@ class ZeroOneAdam(FlatOptimizer):
                 sync_policy,
                 variance_freeze_step,
                 momentum_bias_correction,
+                local_momentum,
                 local_scale,
             ),
             **common,
@@ -124,12 +132,21 @@ class ZeroOneAdam(FlatOptimizer):
         if self._variance_policy.is_last(self.step_count):
             self._after_last_refresh()
 
-    def _coefficients(self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool) -> Coefficients:
-        found = super()._coefficients(step, rates, multiplier, refresh=refresh)
+    def _coefficients(
+        self, step: int, rates: np.ndarray, multiplier: Multiplier, *, refresh: bool, steps: int = 1
+    ) -> Coefficients:
+        found = super()._coefficients(step, rates, multiplier, refresh=refresh, steps=steps)
         since = found.since_sync  # this step included
         own_share = self._local_scale
         if own_share is None:
             own_share = min(0.5, 1.5 * (self._norm_ratio.moving_average or 1.0))
+        interval = max(1, since.steps)
+        kept = 1.0 if self._is_single else max(0.0, 1.0 - self._half_life / interval)
+        common = None
+        if self._local.common_momentum and since.total.any():  # at rate 0 each momentum goes its own way
+            last = self._beta1**interval
+            share = self._beta1 * (1.0 - last) / (interval * (1.0 - self._beta1))
+            common = CommonMomentum(share, decay=kept * share + (1.0 - kept) * last)
         return replace(
             found,
             weight=found.step_size,
@@ -137,5 +154,6 @@ class ZeroOneAdam(FlatOptimizer):
             step_size=np.ones_like(rates),
             decay=since.decay,
             local_scale=1.0 if self._is_single else own_share,
-            kept=1.0 if self._is_single else max(0.0, 1.0 - self._half_life / since.steps),
+            kept=kept,
+            common=common,
         )

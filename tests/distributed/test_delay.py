@@ -32,6 +32,7 @@ CASES = {
         weight_decay=(0.1, 0.0, 0.05, 0.0, 0.2),
         lr_scale=(1.0, 0.5, 1.0, 0.3, 1.0),
     ),
+    "common momentum": Case(ZeroOneAdam, COSINE, {"delay": True, "variance_kappa": 2, "local_momentum": "common"}),
     "no compression": Case(ZeroOneAdam, COSINE, {"delay": True, "compressor": "none", "variance_kappa": 3}),
 }
 
@@ -46,6 +47,7 @@ def reference_of(case: Case, n: int) -> Reference:
         lr_scale=case.lr_scale,
         kappa=case.options["variance_kappa"],
         block_size=case.options.get("block_size", 64),
+        common_momentum=case.options.get("local_momentum") == "common",
         compress=case.options.get("compressor") != "none",
         max_norm=case.options.get("max_grad_norm"),
     )

@@ -24,6 +24,11 @@ FAMILY: dict[str, tuple[type, dict[str, Any]]] = {
     "0/1 Adam": (ZeroOneAdam, {"variance_kappa": 2}),
     "0/1 Adam, refreshed in between": (ZeroOneAdam, {"variance_kappa": 4, "variance_freeze_step": 30}),
     "0/1 Adam, delayed": (ZeroOneAdam, {"variance_kappa": 2, "delay": True}),
+    "0/1 Adam, common momentum": (ZeroOneAdam, {"variance_kappa": 2, "local_momentum": "common"}),
+    "0/1 Adam, common momentum, delayed": (
+        ZeroOneAdam,
+        {"variance_kappa": 2, "local_momentum": "common", "delay": True},
+    ),
     "0/1 Adam, watched": (ZeroOneAdam, {"variance_kappa": 2, "watch_interval": 2}),
     "0/1 Adam, uncompressed": (ZeroOneAdam, {"variance_kappa": 2, "compressor": "none"}),
     "1-bit Adam": (OneBitAdam, {"freeze_step": 9}),
@@ -33,7 +38,7 @@ FAMILY: dict[str, tuple[type, dict[str, Any]]] = {
     "BinSGDM": (BinSGDM, {"beta": 0.8, "seed": 2}),
     "SGDM": (SGDM, {}),
 }
-QUICK = ["0/1 Adam, delayed", "BinSGDM"]
+QUICK = ["0/1 Adam, delayed", "0/1 Adam, common momentum", "BinSGDM"]
 HALVES = [*FAMILY][::2], [*FAMILY][1::2]
 
 
@@ -169,6 +174,7 @@ OWN_SETTINGS: dict[str, dict[str, tuple[Any, Any]]] = {
         "compressor": ("one_bit", "none"),
         "sync_policy": ("schedule", "every"),
         "variance_freeze_step": (None, 20),
+        "local_momentum": ("own", "common"),
         "local_scale": (0.5, 1.0),
         "delay": (False, True),
     },

@@ -167,6 +167,7 @@ def random_options(draw: random.Random) -> tuple[type, dict[str, Any]]:
         options["variance_kappa"] = draw.choice([1, 2, 16])
         options["variance_freeze_step"] = draw.choice([5, 15, 1000])  # also refreshes between two synchronizations
         options["sync_policy"] = draw.choice(["schedule", "every", "constant:3", "doubling:4,5"])
+        options["local_momentum"] = draw.choice(["own", "common"])
     if kind is OneBitAdam:
         options["freeze_step"] = draw.choice([1, 5, 15, None])
         options["betas"], options["freeze_ratio"] = (0.9, 0.9), 0.6

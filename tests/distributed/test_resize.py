@@ -22,7 +22,7 @@ from tests.residuals import add_errors
 from tests.tiers import slow_after
 from tests.unit.checkpoint.saved import save_tensors
 
-BETWEEN = ("zero_one_adam", "uncompressed", "4-bit gradients")
+BETWEEN = ("zero_one_adam", "common momentum", "uncompressed", "4-bit gradients")
 """Those whose replicas stand between two synchronizations after 47 steps."""
 BLOCK = 32
 SIZES = (90, 700)
@@ -31,6 +31,9 @@ SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=3, total_steps=
 FAMILY: dict[str, Any] = {
     "zero_one_adam": lambda parameters, group: ZeroOneAdam(
         parameters, SCHEDULE, weight_decay=0.1, block_size=BLOCK, process_group=group, bucket_elements=256
+    ),
+    "common momentum": lambda parameters, group: ZeroOneAdam(
+        parameters, SCHEDULE, local_momentum="common", block_size=BLOCK, process_group=group
     ),
     "bf16 state": lambda parameters, group: ZeroOneAdam(
         parameters, SCHEDULE, block_size=BLOCK, process_group=group, state_dtype=torch.bfloat16

@@ -71,6 +71,15 @@ CASES: dict[str, Case] = {
         {"max_sync_interval": 4, "max_grad_norm": 5.0, "local_scale": 1.0},
         weight_decay=(0.05,) * 5,
     ),
+    "common momentum": Case(
+        ZeroOneAdam, COSINE, {"local_momentum": "common", "max_grad_norm": 5.0}, weight_decay=(0.05,) * 5
+    ),
+    "common momentum, groups": Case(
+        ZeroOneAdam,
+        LINEAR,
+        {"local_momentum": "common", "sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2},
+        lr_scale=(1.0, 0.5, 1.0, 0.3, 2.0),
+    ),
     "doubling": Case(
         ZeroOneAdam, CONSTANT, {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2}
     ),
@@ -131,6 +140,7 @@ def reference_of(case: Case, n: int) -> Reference:
         block_size=options.get("block_size", 64),
         compress=options.get("compressor", "one_bit") == "one_bit",
         step_bound=options.get("step_bound", 1.0),
+        common_momentum=options.get("local_momentum") == "common",
         local_scale=options.get("local_scale"),
         max_norm=options.get("max_grad_norm"),
         clip_by=options.get("clip_by", "mean"),

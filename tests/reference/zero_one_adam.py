@@ -59,6 +59,7 @@ class Settings:
     compress: bool = True
     threshold: float = 1e-3
     step_bound: float | None = 1.0
+    common_momentum: bool = False  # m changes at synchronizations only, and u is a sum of gradients
     local_scale: float | None = None  # share of u that shows in a replica's weights before a synchronization
     max_norm: float | None = None
     clip_by: str = "mean"
@@ -92,6 +93,7 @@ class Reference:
         self.products = 1.0
         self.last_refresh = -1
         self.equal = True
+        self.along = 0.0  # share of the momentum in the accumulated step, where u is a sum of gradients
         self.bounded = 0  # how often a weight would have moved beyond the bound
         self.views: list[Arrays] | None = None  # each replica's own weights before the last step's exchange
         self.refreshes = variance_steps(s.kappa, s.total_steps)
@@ -124,18 +126,24 @@ class Reference:
             self.last_refresh = t
         rates = [lr * scale for scale in s.lr_scale or (1.0,) * len(self.x)]
         sizes = [rate / (1 - s.beta1 ** (t + 1)) if s.momentum_correction else rate for rate in rates]
-        for i in range(n):
-            for p, g in enumerate(gradients[i]):
-                self.m[i][p] = s.beta1 * self.m[i][p] + (1 - s.beta1) * g
-                self.u[i][p] = self.u[i][p] + sizes[p] * self.m[i][p]
         decays = s.weight_decay or (0.0,) * len(self.x)
         self.G = [G + size for G, size in zip(self.G, sizes, strict=True)]
-        if synchronize and n > 1:  # G m for the momentum's last half-life, the sum u for the steps before
-            share = max(0.0, 1.0 - math.log(0.5, s.beta1) / (t - self.previous))
-            self.u = [
-                [share * u + (1 - share) * G * m for u, G, m in zip(sums, self.G, own, strict=True)]
-                for sums, own in zip(self.u, self.m, strict=True)
-            ]
+        is_common = s.common_momentum and self.G[0] > 0
+        for i in range(n):
+            for p, g in enumerate(gradients[i]):
+                if not is_common:
+                    self.m[i][p] = s.beta1 * self.m[i][p] + (1 - s.beta1) * g
+                self.u[i][p] = self.u[i][p] + sizes[p] * (g if is_common else self.m[i][p])
+        steps = t - self.previous
+        share = 1.0 if n == 1 else max(0.0, 1.0 - math.log(0.5, s.beta1) / steps)
+        self.along = sum(s.beta1**j for j in range(1, steps + 1)) / steps if is_common else 0.0
+        decay = share * self.along + (1 - share) * s.beta1**steps
+        for i in range(n if synchronize else 0):
+            for p, (u, G, m) in enumerate(zip(self.u[i], self.G, self.m[i], strict=True)):
+                if is_common:  # a step of Adam with the mean gradient
+                    self.u[i][p] = decay * G * m + (1 - decay) * u
+                else:  # G m for the momentum's last half-life, the sum u for the steps before
+                    self.u[i][p] = share * u + (1 - share) * G * m
         self.P = [P * (1 - rate * wd) for P, rate, wd in zip(self.P, rates, decays, strict=True)]
         self.equal = n == 1 or (self.equal and refresh)
         self.views = None
@@ -183,6 +191,11 @@ class Reference:
         if whole or self.n == 1:
             share = 1.0
         own = [share * u for u in self.u[replica]]
+        if self.along and not whole:
+            own = [
+                self.along * G * m + (1 - self.along) * step
+                for G, m, step in zip(self.G, self.m[replica], own, strict=True)
+            ]
         return [P * x - self._scaled(p, own[p]) for p, (P, x) in enumerate(zip(self.P, self.x, strict=True))]
 
     def delayed_weights(self, replica: int) -> Arrays:

@@ -82,7 +82,7 @@ def _update(
     step,
     packed_step,
     has_gradient,
-    keep_momentum,
+    keeps_momentum,
     synchronize,
     write_weights,
     fresh,
@@ -100,6 +100,7 @@ def _update(
     step_size,
     bound,
     decay,
+    of_momentum,
 ):
     """The adaptive and the plain rule on the units [first, last); v, m, u, g and weights are fp32 or bits of bf16."""
     # scalars are fp32 from the start: a double among them would make the loops run in double
@@ -130,15 +131,16 @@ def _update(
             read(up, ut)
         if refresh or (adaptive and write_weights):
             read(vp, vt)
+        if has_gradient or of_momentum is not None:
+            read(mp, mt)
         if has_gradient:
             gt = _values(g, packed_g, start, end, gradients)
-            read(mp, mt)
             if refresh:
                 for i in range(size):
                     scaled = gt[i] * multiplier
                     vt[i] = variance_decay * vt[i] + (one - variance_decay) * (scaled * scaled)
                 write(vt, vp)
-            if keep_momentum:
+            if keeps_momentum:
                 for i in range(size):
                     momentum = beta1 * mt[i] + (one - beta1) * (gt[i] * multiplier)
                     mt[i] = momentum
@@ -150,7 +152,12 @@ def _update(
         if keep_accumulated:
             write(ut, up)
         if write_weights:
-            if adaptive:
+            if of_momentum is not None:  # under the adaptive rule alone
+                for i in range(size):
+                    moved = (step_size * ut[i] + of_momentum * mt[i]) / (np.sqrt(vt[i] * inverse_correction) + eps)
+                    moved = min(max(moved, -bound), bound)
+                    wt[i] = decay * xt[i] - (moved if vt[i] > zero else zero)
+            elif adaptive:
                 for i in range(size):
                     moved = step_size * ut[i] / (np.sqrt(vt[i] * inverse_correction) + eps)
                     moved = min(max(moved, -bound), bound)
@@ -291,23 +298,30 @@ class CPUKernels:
             step = u if step is None else step
             flags = [phase.gradient, phase.synchronize, phase.write_weights, n.never_falls]
             scalars = [n.multiplier, n.beta1, n.step_size, n.decay]
+            optional: list[Any] = []
         else:
             kernel = _update
-            flags = [phase.gradient, phase.keep_momentum, phase.synchronize, phase.write_weights, phase.fresh]
-            flags += [step is not None, phase.gradient and n.variance_decay is not None, n.rule is Rule.ADAPTIVE]
-            scalars = [n.multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
+            refreshes = phase.gradient and n.variance_decay is not None
+            flags = [phase.gradient or n.takes_momentum, n.keeps_momentum, phase.synchronize, phase.write_weights]
+            flags += [phase.fresh, step is not None, refreshes, n.rule is Rule.ADAPTIVE]
+            # where u takes up the momentum without a gradient, the placeholder counts as 0
+            multiplier = n.multiplier if phase.gradient else 0.0
+            scalars = [multiplier, n.beta1, n.eps, n.variance_decay or 0.0, n.inverse_correction]
             scalars += [n.kept, n.weight, n.total, n.step_size, n.bound, n.decay]
+            # None is a type of its own: with the loop for a common momentum compiled as well, others are slower
+            optional = [np.float32(n.of_momentum) if n.of_momentum else None]
         self._workers.run(
             kernel,
             0,
             -(-x.numel() // unit),
             unit,
             *map(as_array, (x, v, m, u)),
-            *_arguments(x if gradients is None else gradients),  # a placeholder, which is not read
+            *_arguments(x if gradients is None else gradients),  # a placeholder
             as_array(weights),
             *_arguments(x if step is None else step),
             *flags,
             *map(np.float32, scalars),
+            *optional,
         )
 
 

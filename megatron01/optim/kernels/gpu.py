@@ -2,7 +2,8 @@
 
 Kernels are compiled for each phase, without what it does not need. They allocate no temporaries of the buffers' size,
 and need no host sync; the packed result of an exchange is decoded in registers. Results are those of ``specification``
-to a rounding unit: that is tested in Triton's interpreter on CPUs, and was on an H200 (``benchmarks/results/gpu.md``).
+to a rounding unit: that is tested in Triton's interpreter on CPUs, and was on an H200 (``benchmarks/results/gpu.md``),
+except for a common momentum, which no GPU has run yet.
 """
 
 from __future__ import annotations
@@ -104,11 +105,14 @@ def update_kernel(
     weight,
     total,
     step_size,
+    of_momentum,
     bound,
     decay,
     GRADIENT: tl.constexpr,
     DEFERRED: tl.constexpr,
-    KEEP_MOMENTUM: tl.constexpr,
+    KEEPS_MOMENTUM: tl.constexpr,
+    TAKES_MOMENTUM: tl.constexpr,
+    OF_MOMENTUM: tl.constexpr,
     SYNCHRONIZE: tl.constexpr,
     WRITE_WEIGHTS: tl.constexpr,
     FRESH: tl.constexpr,
@@ -134,28 +138,34 @@ def update_kernel(
     own = tl.full([SIZE], 0.0, tl.float32) if FRESH or HAS_MEAN else _load(u, at, inside)
     if REFRESH or (ADAPTIVE and WRITE_WEIGHTS):
         second = _load(v, at, inside)
+    if GRADIENT or TAKES_MOMENTUM or OF_MOMENTUM:
+        before = _load(m, at, inside)
     if GRADIENT:
         factor = tl.load(multiplier) if DEFERRED else multiplier
         gradient = _load_blocks(loaded_g, at, inside, count, G_BITS, G_SCALED, LENGTH, SIZE) * factor
         if REFRESH:
             second = variance_decay * second + (1.0 - variance_decay) * (gradient * gradient)
             second = _store(v, at, inside, second)
-        before = _load(m, at, inside)
         momentum = beta1 * before + (1.0 - beta1) * gradient
         accumulated = kept * own + weight * momentum
         if DEFERRED:
+            without = kept * own + weight * (beta1 * before) if TAKES_MOMENTUM else own
             momentum = tl.where(factor == factor, momentum, before)
-            accumulated = tl.where(factor == factor, accumulated, own)
+            accumulated = tl.where(factor == factor, accumulated, without)
         own = accumulated
-        if KEEP_MOMENTUM:
+        if KEEPS_MOMENTUM:
             _store(m, at, inside, momentum)
-    if (GRADIENT or FRESH) and not (HAS_MEAN or (FRESH and SYNCHRONIZE)):  # else x absorbs u
+    elif TAKES_MOMENTUM:
+        own = kept * own + weight * (beta1 * before)
+    if (GRADIENT or TAKES_MOMENTUM or FRESH) and not (HAS_MEAN or (FRESH and SYNCHRONIZE)):  # else x absorbs u
         own = _store(u, at, inside, own)
     if WRITE_WEIGHTS:
         step = own
         if HAS_MEAN:
             step = _load_blocks(loaded_mean, at, inside, count, BITS, SCALED, LENGTH, SIZE)
         moved = step_size * step
+        if OF_MOMENTUM:
+            moved += of_momentum * before
         if ADAPTIVE:
             moved = tl.div_rn(moved, tl.sqrt_rn(second * inverse_correction) + eps)
             moved = tl.where(moved > bound, bound, tl.where(moved < -bound, -bound, moved))
@@ -325,9 +335,11 @@ class TritonKernels:
             warps,
             *arguments,
             *(n.eps, n.variance_decay or 0.0, n.inverse_correction, n.kept, n.weight, n.total),
-            *(n.step_size, n.bound, n.decay),
+            *(n.step_size, n.of_momentum, n.bound, n.decay),
             DEFERRED=phase.gradient and isinstance(n.multiplier, Tensor),
-            KEEP_MOMENTUM=phase.keep_momentum,
+            KEEPS_MOMENTUM=n.keeps_momentum,
+            TAKES_MOMENTUM=n.takes_momentum,
+            OF_MOMENTUM=phase.write_weights and n.of_momentum != 0.0,
             FRESH=phase.fresh,
             REFRESH=phase.gradient and n.variance_decay is not None,
             ADAPTIVE=n.rule is Rule.ADAPTIVE,

@@ -55,22 +55,24 @@ def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
     x, v, m, u, weights, _, step = slices
     assert not isinstance(step, PackedBlocks)
     own = torch.zeros_like(x) if phase.fresh else u.float()
-    if g is not None:
+    if g is None:
+        own = _without_gradient(n, m, own)
+    else:
         if n.variance_decay is not None:
             v.copy_(n.variance_decay * v.float() + (1.0 - n.variance_decay) * g.square())
         momentum = n.beta1 * m.float() + (1.0 - n.beta1) * g
         accumulated = n.kept * own + n.weight * momentum
         if isinstance(n.multiplier, Tensor):  # ignore a gradient that is not finite
             momentum = torch.where(n.multiplier.isnan(), m.float(), momentum)
-            accumulated = torch.where(n.multiplier.isnan(), own, accumulated)
+            accumulated = torch.where(n.multiplier.isnan(), _without_gradient(n, m, own), accumulated)
         own = accumulated
-        if phase.keep_momentum:
+        if n.keeps_momentum:
             m.copy_(momentum)
     if step is None:
         # where x absorbs u at once, u need not be written
         step = own if phase.fresh and phase.synchronize else u.copy_(own).float()
     if phase.write_weights:
-        moved = n.step_size * step
+        moved = n.step_size * step + n.of_momentum * m.float() if n.of_momentum else n.step_size * step
         if n.rule is Rule.ADAPTIVE:
             second = v.float()
             moved = (moved / ((second * n.inverse_correction).sqrt() + n.eps)).clamp(-n.bound, n.bound)
@@ -80,6 +82,11 @@ def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
             x.copy_(moved)
             m.copy_(step / (n.total or 1.0))
         weights.copy_(moved)
+
+
+def _without_gradient(n: Numbers, m: Tensor, own: Tensor) -> Tensor:
+    """fp32[elements]: u after a step that has no gradient."""
+    return n.kept * own + n.weight * (n.beta1 * m.float()) if n.takes_momentum else own
 
 
 def _soft_sign_update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:

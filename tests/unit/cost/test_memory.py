@@ -313,11 +313,28 @@ def test_sums_in_fp32_are_counted_where_there_are_some(
     assert sgdm > sgdm_in_bf16
 
 
-@pytest.mark.parametrize("phase", [Phase(*([True] * 5)), Phase(gradient=True, keep_momentum=True, write_weights=True)])
+@pytest.mark.parametrize("phase", [Phase(*([True] * 5)), Phase(gradient=True, write_weights=True)])
 def test_temporaries_of_plain_torch_on_a_gpu_are_known(phase: Phase) -> None:
     kernels, size = TorchKernels(torch.device("cuda")), 1 << 12
     assert kernels.range_elements == _TORCH_UPDATE_ELEMENTS
-    numbers = Numbers(Rule.ADAPTIVE, 0.5, 0.9, 1e-8, 0.999, 1.0, 1.0, 1.0, 1.0, 1e-3, 1.0, 0.99, False)
+    numbers = Numbers(
+        rule=Rule.ADAPTIVE,
+        multiplier=0.5,
+        beta1=0.9,
+        eps=1e-8,
+        variance_decay=0.999,
+        inverse_correction=1.0,
+        kept=1.0,
+        weight=1.0,
+        total=1.0,
+        step_size=1e-3,
+        of_momentum=0.1,
+        bound=1.0,
+        decay=0.99,
+        never_falls=False,
+        keeps_momentum=True,
+        takes_momentum=phase.exchange,
+    )
     with FakeTensorMode():
         x, v, m, u, gradients, weights = (torch.empty(size) for _ in range(6))
         with _Storages([x, v, m, u, gradients, weights]) as storages:

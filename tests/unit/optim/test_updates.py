@@ -23,11 +23,13 @@ from megatron01.optim.gradients import add_up
 from megatron01.optim.kernels.cpu import CPUKernels
 from megatron01.optim.kernels.specification import TorchKernels
 from megatron01.optim.local_update import (
+    ACCUMULATE,
     LOCAL,
     SYNCHRONIZE,
     WRITE_WEIGHTS,
     Coefficients,
     Kernels,
+    Phase,
     Rule,
     Slices,
     square_sums,
@@ -70,27 +72,28 @@ def both(backend: Backend, use: Callable[[Problem], list[torch.Tensor]], **optio
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("phase", "rule", "state_dtype"),
+    ("phase", "rule", "common", "state_dtype"),
     [
-        (phase, rule, state_dtype)
+        (phase, rule, common, state_dtype)
         for phase in PHASES
         for rule in Rule
         if phase != "synchronize with gradients" or rule is Rule.SOFT_SIGN  # other exchanges replace the gradient
+        for common in ([False, True] if rule is Rule.ADAPTIVE else [False])
         for state_dtype in ([FP32] if rule is Rule.SOFT_SIGN else [FP32, BF16])
     ],
 )
 @pytest.mark.parametrize("dtypes", [(FP32,), MIXED])
 def test_every_phase_of_every_rule(
-    backend: Backend, phase: str, rule: Rule, state_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
+    backend: Backend, phase: str, rule: Rule, common: bool, state_dtype: torch.dtype, dtypes: tuple[torch.dtype, ...]
 ) -> None:
     what = PHASES[phase]
 
     def use(given_problem: Problem) -> list[torch.Tensor]:
         last, result = given_problem.num_blocks, None
-        if what.synchronize and not what.fresh and (not what.gradient or rule is Rule.SOFT_SIGN):
+        if what.synchronize and not what.fresh and (not what.gradient or rule is Rule.SOFT_SIGN) and not what.exchange:
             result = given_problem.random(last)
         for refresh in (True, False):
-            numbers = coefficients(rule, refresh=refresh, never_falls=refresh)
+            numbers = coefficients(rule, refresh=refresh, never_falls=refresh, common=common)
             given_problem.local.run(what, numbers, (1, last), result)
         return []
 
@@ -100,15 +103,16 @@ def test_every_phase_of_every_rule(
 @pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("multiplier", [0.37, np.nan])
 @pytest.mark.parametrize("fresh", [True, False])
-@pytest.mark.parametrize("rule", [Rule.ADAPTIVE, Rule.PLAIN])
+@pytest.mark.parametrize("phase", [LOCAL, ACCUMULATE])
+@pytest.mark.parametrize(("rule", "common"), [(Rule.ADAPTIVE, False), (Rule.ADAPTIVE, True), (Rule.PLAIN, False)])
 @pytest.mark.parametrize("state_dtype", [FP32, BF16])
 def test_a_multiplier_that_is_known_on_the_device_only(
-    backend: Backend, rule: Rule, fresh: bool, multiplier: float, state_dtype: torch.dtype
+    backend: Backend, rule: Rule, common: bool, phase: Phase, fresh: bool, multiplier: float, state_dtype: torch.dtype
 ) -> None:
     def use(given_problem: Problem) -> list[torch.Tensor]:
         deferred = torch.tensor(multiplier, dtype=torch.float32, device=given_problem.flat.device)
-        numbers = replace(coefficients(rule, refresh=False), multiplier=deferred)
-        given_problem.local.run(replace(LOCAL, fresh=fresh), numbers)
+        numbers = replace(coefficients(rule, refresh=False, common=common), multiplier=deferred)
+        given_problem.local.run(replace(phase, fresh=fresh), numbers)
         return []
 
     both(backend, use, block_size=64, state_dtype=state_dtype)
@@ -117,6 +121,7 @@ def test_a_multiplier_that_is_known_on_the_device_only(
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(
     rule=st.sampled_from(list(Rule)),
+    common=st.booleans(),
     phase=st.sampled_from([name for name in PHASES if name != "synchronize with gradients"]),
     block_size=st.sampled_from([32, 64, 128, 256]),
     sizes=st.lists(st.integers(1, 600), min_size=2, max_size=7),
@@ -131,6 +136,7 @@ def test_a_multiplier_that_is_known_on_the_device_only(
 def test_any_layout(
     backend: Backend,
     rule: Rule,
+    common: bool,
     phase: str,
     block_size: int,
     sizes: list[int],
@@ -146,9 +152,10 @@ def test_any_layout(
     def use(given_problem: Problem) -> list[torch.Tensor]:
         first, last = sorted(int(cut * given_problem.num_blocks) for cut in cuts)
         result = None
-        if what.synchronize and not what.gradient and exchanged:
+        if what.synchronize and not what.gradient and not what.exchange and exchanged:
             result = given_problem.random(given_problem.num_blocks)
-        given_problem.local.run(what, coefficients(rule, refresh=True, never_falls=True), (first, last), result)
+        numbers = coefficients(rule, refresh=True, never_falls=True, common=common)
+        given_problem.local.run(what, numbers, (first, last), result)
         return []
 
     both(

@@ -489,6 +489,7 @@ def test_a_scheduler_that_needs_metrics_cannot_be_tabulated() -> None:
         ({"eps": math.nan}, "eps is nan"),
         ({"step_bound": math.nan}, "step_bound is nan"),
         ({"step_bound": math.inf}, "step_bound is inf; .* or None for no bound"),
+        ({"local_momentum": "both"}, "local_momentum is 'both'; expected 'own' or 'common'"),
         ({"local_scale": 1.5}, r"local_scale is 1.5; expected a number in \[0, 1\]"),
         ({"local_scale": math.nan}, "local_scale is nan"),
         ({"local_scale": "0.5"}, "local_scale is '0.5'; expected a number"),
@@ -518,6 +519,26 @@ def test_arguments_out_of_range_are_refused(options: dict[str, Any], expected: s
     with pytest.raises(UserError, match=f"^{expected}") as caught:
         ZeroOneAdam([nn.Parameter(torch.ones(4))], 1e-3, **options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("saved", "other"), [("own", "common"), ("common", "own")])
+def test_accumulated_steps_of_the_other_local_momentum_are_refused(saved: str, other: str) -> None:
+    def build(local_momentum: Any) -> tuple[nn.Parameter, ZeroOneAdam]:
+        parameter = nn.Parameter(torch.ones(4))
+        options: dict[str, Any] = {"sync_policy": "constant:4", "variance_freeze_step": 2}
+        return parameter, ZeroOneAdam([parameter], 1e-3, local_momentum=local_momentum, **options)
+
+    parameter, optimizer = build(saved)
+    for step in range(1, 9):
+        parameter.grad = torch.full((4,), 0.1)
+        optimizer.step()
+        if step == 6:
+            expected = (
+                f"^the state was saved between two synchronizations with local_momentum '{saved}', and .*'{other}'"
+            )
+            with pytest.raises(UserError, match=expected):
+                build(other)[1].load_state_dict(optimizer.state_dict())
+    build(other)[1].load_state_dict(optimizer.state_dict())  # right after a synchronization
 
 
 @pytest.mark.parametrize("scale", [-0.5, math.nan])

@@ -11,11 +11,12 @@ import torch
 from megatron01.optim.flat_parameters import FlatParameters, NamedParameter
 from megatron01.optim.local_update import (
     ACCUMULATE,
-    ACCUMULATE_AND_SYNCHRONIZE,
     LOCAL,
     SYNCHRONIZE,
+    SYNCHRONIZE_LOCALLY,
     WRITE_WEIGHTS,
     Coefficients,
+    CommonMomentum,
     Kernels,
     LocalUpdate,
     Phase,
@@ -32,8 +33,10 @@ PHASES = {
     "accumulate": ACCUMULATE,
     "accumulate from 0": replace(ACCUMULATE, fresh=True),
     "accumulate and show": replace(ACCUMULATE, write_weights=True),
-    "synchronize alone": ACCUMULATE_AND_SYNCHRONIZE,
-    "synchronize alone from 0": replace(ACCUMULATE_AND_SYNCHRONIZE, fresh=True),
+    "send without a gradient": replace(ACCUMULATE, gradient=False),
+    "synchronize alone": SYNCHRONIZE_LOCALLY,
+    "synchronize alone from 0": replace(SYNCHRONIZE_LOCALLY, fresh=True),
+    "synchronize alone without a gradient": replace(SYNCHRONIZE_LOCALLY, gradient=False),
     "synchronize": SYNCHRONIZE,
     "synchronize with gradients": replace(SYNCHRONIZE, gradient=True),
     "write weights": WRITE_WEIGHTS,
@@ -104,7 +107,8 @@ def problem(
     return Problem(flat, local, active, generator)
 
 
-def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coefficients:
+def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False, common: bool = False) -> Coefficients:
+    """``common``: with a momentum that changes at synchronizations only, under the adaptive rule."""
     return Coefficients(
         rule=rule,
         multiplier=0.37,
@@ -119,6 +123,9 @@ def coefficients(rule: Rule, *, refresh: bool, never_falls: bool = False) -> Coe
         since_sync=SinceSynchronization(np.zeros(3), np.ones(3)),
         step_bound=2.0,
         never_falls=never_falls,
+        local_scale=0.25,
+        kept=0.4,
+        common=CommonMomentum(share=0.7, decay=0.6) if common and rule is Rule.ADAPTIVE else None,
     )
 
 
