@@ -169,6 +169,8 @@ def test_datasets(tmp_path: Path, expected: dict[str, bytes]) -> None:
 
 @pytest.mark.parametrize("kind", ["large_string", "string_view", "dictionary"])
 def test_every_type_of_text_column(tmp_path: Path, expected: dict[str, bytes], kind: str) -> None:
+    if kind == "string_view" and int(pyarrow.__version__.partition(".")[0]) < 21:
+        pytest.skip("pyarrow before 21 reads such columns, but writes none")
     text = pyarrow.array(TEXTS)
     column = text.dictionary_encode() if kind == "dictionary" else text.cast(getattr(pyarrow, kind)())
     pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
