@@ -175,6 +175,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         self._weights_are_ahead = False  # a result has been received that the model's weights lack
         self._unrecorded: tuple[bool, bool] | None = None  # (overflow here, skipped) of that result's step
         self._is_half_way = False  # in a step, or one has been interrupted
+        self._seen_last: Tensor | None = None  # largest second moment of each block at the last refresh, until read
 
         group = self._process_group = settings.process_group
         topology = (group if isinstance(group, Topology) else Topology.flat(group)).with_own_counters()
@@ -486,6 +487,9 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             self._apply_delayed()
         if self._exchange is None or not self._exchange.begun:  # buckets sent early keep their masks
             self._exclude_frozen()
+        if self._seen_last is not None:
+            left_out, largest, self._seen_last = self._local.frozen.union(self._masks), self._seen_last, None
+            self._warn_of_unseen([i for i in range(len(self._whole.parameters)) if i not in left_out], largest)
         self._whole.gather_gradients()
         for index, mask in self._masks.items():
             self._whole.gradient(index).mul_(mask)
@@ -861,23 +865,24 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
     def _check_unmodified(self) -> None:
         """Check that weights that ``check_unchanged`` found written to hold what they did, as they will be overwritten.
 
-        The master weights (of a checkpoint, say) are accepted too. Nothing is compared while the weights lack a delayed
-        result.
+        The master weights (of a checkpoint, say) are accepted too. While the weights lack a delayed result, they cannot
+        be derived, and only a sample of them is compared.
         """
-        if self.is_pending or self._weights_are_ahead:
+        lack_result = self.is_pending or self._weights_are_ahead
+        if lack_result and not self._whole.differs_in_sample():
             return
         with self._whole.restoring_weights() as found:
             self._flat.write_weights(self._local.x)
             known = self._whole.has_equal_weights(found)
             # without accumulated steps the weights are x, and u may hold gradients that are being exchanged
-            if not known and not self._local.is_fresh:
+            if not known and not lack_result and not self._local.is_fresh:
                 self._derive_weights()
                 known = self._whole.has_equal_weights(found)
         if not known:
             raise UserError(
                 "the model's weights have been written to since the last step, and would be overwritten now, as they"
                 " follow from the optimizer's own: after loading others into the model call optimizer.reload_weights()"
-                " on all replicas, which takes those of replica 0"
+                " on all replicas, which takes those of replica 0; another optimizer must not have these parameters"
             )
 
     def _derive_weights(self) -> None:
@@ -1181,21 +1186,29 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         if self._exchange is not None:
             self._exchange.active_is_stale = True
         if before - frozen and self._second_moment is not None and not self._plan(self.step_count).averages:
-            self._warn_of_unseen(before - frozen)
+            self._warn_of_unseen(sorted(before - frozen))
 
-    def _warn_of_unseen(self, indices: Collection[int]) -> None:
-        """Warn of those of the parameters ``indices`` that have no second moment to divide by."""
-        names = {self._whole.parameters[index].name for index in indices}
-        values = [(parameter.name, v) for parameter, _, v in self._flat.named_slices(self._local.v)]
-        unseen = [name for name, v in values if name in names and not v.any()]
+    def _warn_of_unseen(self, indices: Collection[int], largest: Tensor | None = None) -> None:
+        """Warn of those of the parameters ``indices`` that have no second moment to divide by; a host sync.
+
+        ``largest``: of v by block, [blocks]; that of now if None.
+        """
+        found = (self._largest_of_blocks() if largest is None else largest).cpu().numpy()
+        of_block, count = self._flat.block_parameter, len(self._whole.parameters)
+        seen, own = np.bincount(of_block, found > 0.0, count), np.bincount(of_block, minlength=count)
+        unseen = [self._whole.parameters[index].name for index in indices if own[index] and not seen[index]]
         if unseen and self._topology.world.rank == 0:
             safety.warn_of_unseen(unseen)
 
+    def _largest_of_blocks(self) -> Tensor:
+        return self._local.v.view(-1, self._flat.blocks.block_size).amax(1).float()
+
     def _after_last_refresh(self) -> None:
-        """The second moment is frozen from now on: warn of parameters without one, which will take no steps."""
-        left_out = self._local.frozen.union(self._masks)
-        # only parameters without a gradient now are looked at, as each costs a host sync
-        self._warn_of_unseen([index for index in self._whole.without_gradient() if index not in left_out])
+        """The second moment is frozen from now on: warn of parameters without one, which will take no steps.
+
+        The next step does, when the device has long computed what it reads.
+        """
+        self._seen_last = self._largest_of_blocks()
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -329,6 +329,11 @@ class FlatParameters:
             moved = self._restore_views()
         if moved or sum(map(VERSION, tensors)) != self._version:
             return True
+        # as ``differs_in_sample``, without a call at each step
+        return bool(self._sample) and not all(map(torch.equal, self._sample, map(torch.take, *self._sampled)))
+
+    def differs_in_sample(self) -> bool:
+        """True if weights that ``mark_weights`` copied are others now."""
         return bool(self._sample) and not all(map(torch.equal, self._sample, map(torch.take, *self._sampled)))
 
     @cached_property
@@ -417,11 +422,7 @@ class FlatParameters:
     @property
     def has_gradients(self) -> bool:
         """True if a parameter has a ``grad`` or ``main_grad``."""
-        return len(self.without_gradient()) < len(self.tensors)
-
-    def without_gradient(self) -> list[int]:
-        """Numbers of the parameters that have neither ``grad`` nor ``main_grad``."""
-        return [i for i, t in enumerate(self.tensors) if t.grad is None and getattr(t, "main_grad", None) is None]
+        return any(t.grad is not None or getattr(t, "main_grad", None) is not None for t in self.tensors)
 
     def gather_gradients(
         self, blocks: tuple[int, int] | None = None, *, parameters: Sequence[int] | None = None

@@ -374,9 +374,9 @@ def warn_of_local_clipping(num_replicas: int) -> None:
 def warn_of_unseen(names: Sequence[str]) -> None:
     """Warn of parameters that are to move and have no second moment when it freezes, or at a step without a refresh."""
     logger.warning(
-        "%s had no gradient at any full step, and so no second moment to divide by: they take no steps until the next"
-        " full step, or for good if the second moment is frozen. Let all that is to be trained have a gradient before"
-        " that (variance_freeze_step, or freeze_step of 1-bit Adam, sets when)",
+        "%s had no gradient, or one of 0, at every full step, and so no second moment to divide by: they take no steps"
+        " until the next full step, or for good if the second moment is frozen. Let all that is to be trained have a"
+        " gradient before that (variance_freeze_step, or freeze_step of 1-bit Adam, sets when)",
         ", ".join(names[:3]) + (f" and {len(names) - 3} other parameters" if len(names) > 3 else ""),
     )
 
@@ -524,24 +524,41 @@ def check_state_dict(
                 raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
 
 
+def came_together(what: str, size: int, ranks: Sequence[int] | None, seconds: float) -> int:
+    """Wait until all replicas call this with the same ``what``; the number of those that have when the time is over.
+
+    No collective: replicas that do not come may wait in another one.
+
+    Args:
+        size: the number of replicas.
+        ranks: ``ranks_of`` them.
+        seconds: how long to wait.
+    """
+    if size == 1 or not (dist.is_available() and dist.is_initialized()):
+        return size
+    store = dist.distributed_c10d._get_default_store()
+    key = f"megatron01/{what}/{ranks}"  # other groups have other optimizers
+    # they may come together again: the count tells which round this is
+    target = (store.add(key, 1) + size - 1) // size * size
+    deadline = time.monotonic() + seconds
+    while (came := store.add(key, 0)) < target:
+        if time.monotonic() > deadline:
+            store.add(key, -1)
+            return came - target + size
+        time.sleep(0.002)
+    return size
+
+
 def wait_for_all(topology: Topology, ranks: Sequence[int] | None, step: int) -> None:
     """Wait until all replicas ask for their state, as finishing a delayed exchange is collective.
 
     Raises:
         UserError: if the others do not within ``SETTLE_SECONDS``.
     """
-    if topology.world.size == 1 or not (dist.is_available() and dist.is_initialized()):
-        return
-    store = dist.distributed_c10d._get_default_store()
-    key, size = f"megatron01/state_dict/{ranks}/{step}", topology.world.size  # other groups have other optimizers
-    # state may be asked for again at a step: the count tells which round this is
-    target = (store.add(key, 1) + size - 1) // size * size
-    deadline = time.monotonic() + SETTLE_SECONDS
-    while (came := store.add(key, 0)) < target:
-        if time.monotonic() > deadline:
-            store.add(key, -1)
-            raise UserError(
-                f"state_dict() was called on {came - target + size} of {size} replicas while a delayed exchange is"
-                " under way, which takes all of them to finish: call it on every replica, whoever writes the file"
-            )
-        time.sleep(0.002)
+    size = topology.world.size
+    came = came_together(f"state_dict/{step}", size, ranks, SETTLE_SECONDS)
+    if came < size:
+        raise UserError(
+            f"state_dict() was called on {came} of {size} replicas while a delayed exchange is"
+            " under way, which takes all of them to finish: call it on every replica, whoever writes the file"
+        )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron01.errors import UserError
 from megatron01.optim import LossScaler, LRSchedule, OneBitAdam, TrainingDiverged, ZeroOneAdam
 from tests.distributed.harness import run_ranks
 from tests.distributed.replays import (
@@ -206,6 +207,35 @@ def loaded_while_awaited(rank: int, size: int) -> bool:
 
 def test_weights_loaded_while_an_exchange_is_awaited_stay() -> None:
     assert run_ranks(loaded_while_awaited, 2) == [True, True]
+
+
+def written_while_awaited(rank: int, size: int, write: str) -> str:
+    """The error of the step after a write to weights; it follows one after which they are the same."""
+    model = torch.nn.Linear(40, 3)
+    optimizer = OneBitAdam(model.named_parameters(), 0.01, delay=True, freeze_step=2)
+    try:
+        for step in range(8):
+            torch.manual_seed(8 * rank + step)
+            model(torch.randn(4, 40)).square().mean().backward()
+            with torch.no_grad():
+                if step == 6 and write == "clamp":
+                    model.weight.clamp_(-0.02, 0.02)
+                elif step == 6 and write == "data":
+                    model.weight.data.mul_(0.5)
+                elif step == 6:
+                    model.weight.mul_(2.0).mul_(0.5)
+            assert optimizer.is_pending or step < 3
+            optimizer.step()
+            optimizer.zero_grad()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("write", ["clamp", "data", "none"])
+def test_weights_written_while_an_exchange_is_awaited_are_not_overwritten_in_silence(write: str) -> None:
+    for text in run_ranks(written_while_awaited, 2, write):
+        assert ("have been written to since the last step" in text) == (write != "none")
 
 
 def go_on(parameters: Any, optimizer: Any, rank: int, steps: Any, look: Any = None) -> list[Any]:
