@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,15 @@ from megatron01.integrations.common import (
     save_state,
 )
 from megatron01.optim.base import FlatOptimizer
-from megatron01.optim.safety import keep_gradients_local
+from megatron01.optim.safety import came_together, keep_gradients_local
 
 require_version("lightning", "2.6", "3")
 
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402 - after the version check
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+
+_SECONDS_ON_EXCEPTION = 30.0
+"""How long a replica that raised an error waits for the others to save a checkpoint on it too."""
 
 
 def _folder(path: Any) -> Path:
@@ -116,11 +120,34 @@ class CompressedDDP(DDPStrategy):
             with suppress(UserError):
                 leave_replicated(ours, self.lightning_module)
 
+    def _require_all(self, ours: FlatOptimizer) -> None:
+        """Raise the error on which a checkpoint is to be saved, unless all replicas save one.
+
+        Saving is collective, and others may wait for this one in an exchange.
+        """
+        assert self.lightning_module is not None
+        error = sys.exception()
+        if error is None or not self.lightning_module.trainer.interrupted:
+            return
+        # one that is half-way through a step has no state to save
+        came = (
+            0
+            if ours._is_half_way
+            else came_together(f"on_exception/{ours.step_count}", self.world_size, None, _SECONDS_ON_EXCEPTION)
+        )
+        if came < self.world_size:
+            error.add_note(
+                f"No checkpoint is saved on this error, as only {came} of {self.world_size} replicas could: all must"
+                " save theirs between the same two steps."
+            )
+            raise error
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The model's state dict, with the replicated weights while ``fit`` runs."""
         ours = self._training
         if ours is None:
             return super().lightning_module_state_dict()
+        self._require_all(ours)
         with ours.replicated_weights():  # copies: ``save_checkpoint`` ends a validation's context
             found = super().lightning_module_state_dict()
             return {k: value.clone() if isinstance(value, torch.Tensor) else value for k, value in found.items()}

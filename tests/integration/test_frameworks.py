@@ -20,6 +20,7 @@ from megatron01.integrations.common import find_optimizer, marker, require_versi
 from tests import programs
 from tests.distributed.harness import run_ranks
 from tests.programs import ROOT, TORCHRUN
+from tests.tiers import slow_after
 
 SCRIPT = ROOT / "tests" / "integration" / "framework_runs.py"
 ADAM = 20 * 4 * 241  # bytes that a replica of two sends with Adam
@@ -280,6 +281,53 @@ def validated(rank: int, size: int, folder: Path) -> bool:
 
 def test_a_checkpoint_of_a_validation_has_the_replicated_weights(tmp_path: Path) -> None:
     assert run_ranks(validated, 1, tmp_path, default_group=False) == [True]
+
+
+def interrupted(rank: int, size: int, folder: Path, alone: bool) -> None:
+    """Writes what comes out on this rank where the last one, or all, raise an error that is to save a checkpoint."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from megatron01.integrations import lightning
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 1)
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            if number == 6 and (rank == size - 1 or not alone):
+                raise ValueError(f"a bad batch on rank {rank}")
+            return self.layer(batch * (1.0 + rank)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return ZeroOneAdam(self.named_parameters(), 0.02, sync_policy="every", block_size=32)
+
+    lightning._SECONDS_ON_EXCEPTION = 1.0 if alone else 60.0
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=size, strategy=lightning.CompressedDDP(), max_steps=9, logger=False,
+        callbacks=[ModelCheckpoint(folder, "last", save_on_exception=True, save_top_k=0)],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    try:
+        trainer.fit(Module(), torch.utils.data.DataLoader(torch.ones(64, 8)))
+    except (ValueError, RuntimeError) as error:
+        (folder / f"{rank}.txt").write_text("\n".join([str(error), *getattr(error, "__notes__", [])]))
+        raise
+
+
+@pytest.mark.parametrize("alone", slow_after(1, [True, False]))
+def test_a_checkpoint_on_an_error_of_one_replica_does_not_hang(alone: bool, tmp_path: Path) -> None:
+    """Saving is collective, and the others wait in an exchange; where all have the error, they save."""
+    run_ranks(interrupted, 2, tmp_path, alone, default_group=False, may_die=(0, 1), timeout=60.0)
+    other, own = ((tmp_path / f"{rank}.txt").read_text() for rank in range(2))
+    assert own.startswith("a bad batch on rank 1")
+    if alone:
+        assert "No checkpoint is saved on this error, as only 1 of 2 replicas could" in own
+        assert "did not come to an exchange" in other and not list(tmp_path.glob("*.ckpt*"))
+    else:
+        assert "No checkpoint" not in other + own
+        assert (tmp_path / "last.ckpt").is_file() and len(list((tmp_path / "last.ckpt.replicas").iterdir())) == 2
 
 
 @pytest.mark.parametrize("place", ["trainer", "module"])
