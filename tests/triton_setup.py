@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import MutableMapping
 
@@ -27,11 +26,20 @@ DEVICE = choose_device(os.environ, has_gpu=torch.cuda.is_available())
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None
+    """Whether a Triton is installed that is recent enough for the kernels."""
+    from megatron01.comm.kernels import require_triton
+    from megatron01.errors import UserError
+
+    try:
+        require_triton()
+    except UserError:
+        return False
+    return True
 
 
 def need_triton() -> None:
-    """Leave out the module that calls this, and say so, where Triton is not installed: it takes a gigabyte."""
+    """Leave out the module that calls this, and say so, where there is no recent Triton: it takes a gigabyte."""
     if not has_triton():
-        pytest.skip("triton is not installed; `make test-kernels` installs it and runs these", allow_module_level=True)
+        pytest.skip(
+            "no recent Triton is installed; `make test-kernels` installs it and runs these", allow_module_level=True
+        )

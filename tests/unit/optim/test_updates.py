@@ -54,7 +54,7 @@ BACKENDS = [
     pytest.param(
         (DEVICE, triton),
         id="triton",
-        marks=[pytest.mark.triton, pytest.mark.skipif(not has_triton(), reason="Triton is not installed")],
+        marks=[pytest.mark.triton, pytest.mark.skipif(not has_triton(), reason="no recent Triton is installed")],
     ),
 ]
 Backend = tuple[torch.device, Callable[[torch.device], Kernels]]
@@ -406,7 +406,7 @@ def test_whole_runs(name: str, backend: str) -> None:
         torch.testing.assert_close(got, wanted, rtol=unit, atol=unit)
 
 
-@pytest.mark.skipif(not has_triton(), reason="Triton is not installed")
+@pytest.mark.skipif(not has_triton(), reason="no recent Triton is installed")
 @pytest.mark.triton
 def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron01.comm.kernels import gpu
