@@ -352,7 +352,7 @@ def build_model_shard(
         model.get_submodule(module).register_parameter(parameter, nn.Parameter(shard, requires_grad=trains))
     for name, change in plan_for(model, group, sequence_parallel=sequence_parallel).items():
         change(model.get_submodule(name))
-    model.to_empty(device=torch.get_default_device())
+    model.to_empty(device=torch.empty(0).device)  # the default one, as in ``InitializedModel.allocate``
     model_shard = ModelShard(model, shapes, partitions, ranks, group)
     with torch.no_grad():
         model.initialize(model_shard.keep)  # type: ignore[operator]  # every model with a plan has it
