@@ -37,8 +37,8 @@ def test_kernels_agree_with_their_specification_and_have_rates(tmp_path: Path) -
     assert found["environment"]["versions"]["torch"] == torch.__version__
     assert (found["environment"]["hardware"]["gpu"] == "needs a GPU") != HAS_GPU
     cases = found["specification"]
-    assert len(cases) == 2 * (4 + 4 + 1) and all(case["agrees"] for case in cases.values())
-    assert len(found["rates"]) == 1 + 4 * 4 + 3 + 4 + 1
+    assert len(cases) == 2 * (4 + 5 + 1) and all(case["agrees"] for case in cases.values())
+    assert len(found["rates"]) == 1 + 4 * 4 + 3 + 5 + 1
     assert all(rate["bytes_per_second"] > 0 for rate in found["rates"].values())
 
 
