@@ -90,6 +90,7 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
         found[f"kappa{kappa}_frozen{until}"] = _refreshed(kappa, until)
     for size in (64, 256, 4096, 16384):
         found[f"block{size}"] = {**FOUR_BITS, "block_size": size}
+    found["bert_recipe_common"] = {**found["bert_recipe"], "local_momentum": "common"}
     found["bert_recipe_rows"] = {**found["bert_recipe"], "block_size": 64}
     found["no_bits"] = {**FOUR_BITS, "compressor": "none"}
     for until in (300, 400):
@@ -100,6 +101,7 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
         "quarter": {**FOUR_BITS, "local_scale": 0.25},
         "eighth": {**FOUR_BITS, "local_scale": 0.125},
         "common": {**FOUR_BITS, "local_momentum": "common"},
+        "common_from_4": {**FOUR_BITS, "local_momentum": "common", **FROM_4},
         "kappa32": {**FOUR_BITS, "variance_kappa": 32},
         "kappa64": {**FOUR_BITS, "variance_kappa": 64},
         "kappa64_from_4": {**FOUR_BITS, "variance_kappa": 64, **FROM_4},
