@@ -560,7 +560,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             self._give_up()  # because of the steps before, whose norms may only be known now
         if isinstance(found.norm, DeferredNorm):
             self._guard.record_deferred(found.norm, called_off=skipped)
-        elif not self.is_pending:
+        elif not (self._delay and self.is_pending):
             self._guard.record(overflow_here=found.overflow_here, skipped=skipped)
             if self._is_single and self._guard.status() is Status.GIVING_UP:
                 self._give_up()

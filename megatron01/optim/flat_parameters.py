@@ -329,8 +329,7 @@ class FlatParameters:
             moved = self._restore_views()
         if moved or sum(map(VERSION, tensors)) != self._version:
             return True
-        # as ``differs_in_sample``, without a call at each step
-        return bool(self._sample) and not all(map(torch.equal, self._sample, map(torch.take, *self._sampled)))
+        return self.differs_in_sample()
 
     def differs_in_sample(self) -> bool:
         """True if weights that ``mark_weights`` copied are others now."""

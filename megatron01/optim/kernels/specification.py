@@ -72,7 +72,9 @@ def _update(phase: Phase, n: Numbers, slices: Slices, g: Tensor | None) -> None:
         # where x absorbs u at once, u need not be written
         step = own if phase.fresh and phase.synchronize else u.copy_(own).float()
     if phase.write_weights:
-        moved = n.step_size * step + n.of_momentum * m.float() if n.of_momentum else n.step_size * step
+        moved = n.step_size * step
+        if n.of_momentum:
+            moved += n.of_momentum * m.float()
         if n.rule is Rule.ADAPTIVE:
             second = v.float()
             moved = (moved / ((second * n.inverse_correction).sqrt() + n.eps)).clamp(-n.bound, n.bound)
