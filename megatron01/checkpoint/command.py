@@ -50,7 +50,7 @@ def inspect(folder: str) -> None:
         f"  consumed samples  {metadata.consumed_samples}",
         f"  replicas          {replicas}",
         f"  model             {metadata.model or 'unknown'}",
-        f"  optimizer         {metadata.optimizer}",
+        f"  optimizer         {metadata.optimizer}{', just synchronized' if metadata.synchronized else ''}",
         f"  vocabulary        {metadata.tokenizer_fingerprint[:12]}",
         f"  parameters        {count} in {len(metadata.parameters)} tensors",
         "files",

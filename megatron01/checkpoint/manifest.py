@@ -199,7 +199,7 @@ def publish(incomplete: Path, final: Path) -> None:
         remove(replaced)
 
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 WEIGHTS_ALONE = "none"  # ``optimizer`` in the metadata of a checkpoint that holds weights only
 
 
@@ -217,6 +217,7 @@ class CheckpointMetadata:
     model: str = ""  # class of the model, ``GPT2`` or ``Bert``, or the full name of a user's class; empty if unknown
     tensor_model_parallel_size: int = 1  # ranks that hold one replica together; they are consecutive
     optimizer_shards: int = 1  # ranks of a node that shard its optimizer state (ZeRO); 1 if it is not sharded
+    synchronized: bool = False  # right after a synchronization: m counts as replicated, and u, which is 0, is left out
     format_version: int = FORMAT_VERSION
     replicas: Sequence[Mapping[str, Any]] = ()  # each rank's own values, by rank; filled in by ``save_checkpoint``
     files: Mapping[str, StoredFile] = field(default_factory=dict)  # beside metadata.json; from ``save_checkpoint``

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -39,13 +40,15 @@ class CheckpointNotSaved(UserError):
 def outdated(saved: Iterable[int], newest: int, keep_last: int | None, keep_every: int | None = None) -> list[int]:
     """Those of the ``saved`` iterations to delete after ``newest`` was written.
 
-    The newest ``keep_last`` (all, if None) are kept, and the multiples of ``keep_every``. Later ones than ``newest``
-    belong to a part of the run that is being repeated, and are kept.
+    The newest ``keep_last`` (all, if None) are kept, and the first from each multiple of ``keep_every`` on. Later ones
+    than ``newest`` belong to a part of the run that is being repeated, and are kept.
     """
     if keep_last is None:
         return []
-    before = sorted((iteration for iteration in saved if iteration < newest), reverse=True)
-    return [i for i in before[keep_last - 1 :] if keep_every is None or i % keep_every != 0]
+    before = sorted(iteration for iteration in saved if iteration < newest)
+    every = keep_every or sys.maxsize
+    first = [now for previous, now in pairwise([0, *before]) if now // every > previous // every]
+    return [iteration for iteration in before[::-1][keep_last - 1 :] if iteration not in first]
 
 
 def delete_outdated(folder: Path, newest: int, keep_last: int | None, keep_every: int | None = None) -> None:
@@ -73,7 +76,8 @@ def tensors_of_rank(
     position = group.rank // size if shards == 1 else group.nodes.index(group.node)
     bytes_of_rank = [0] * (group.world_size // (size * shards))
     share = {}
-    for name in sorted(replicated, key=lambda name: (-replicated[name].nbytes, name)):
+    # momentum last, which not every checkpoint shares out: so a rank has the same shares, and host copies, of the rest
+    for name in sorted(replicated, key=lambda name: (name.startswith("m."), -replicated[name].nbytes, name)):
         writer = bytes_of_rank.index(min(bytes_of_rank))
         bytes_of_rank[writer] += replicated[name].nbytes
         if writer == position:

@@ -486,7 +486,7 @@ class DoctorConfig(Bounded):
     shared_folder: Path = Path()
     """A folder that all nodes must share: the run's folder, or its parent."""
     required_gigabytes: NotNegative[float] = 1.0
-    """Free space in GB that shared_folder must have; a checkpoint takes about 20 bytes per parameter and replica."""
+    """Free space in GB that shared_folder must have; a checkpoint takes up to 20 bytes per parameter and replica."""
     expected_gpus: NotNegative[int] | None = None
     """GPUs that every process must see at least; when not given, all nodes must have as many."""
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"

@@ -177,6 +177,9 @@ class CheckpointConfig(Bounded):
     """Folder for checkpoints; nothing is saved when not given."""
     save_interval: Positive[int] = 1000
     """Steps between two checkpoints; the last step is always saved."""
+    save_when_synchronized: bool = False
+    """Put a save that is due off to the next synchronization, at most max_sync_interval - 1 steps later: then all
+    replicas have the same momentum, which one saves, and a checkpoint is several times smaller."""
     async_save: bool = False
     """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
     load: str | None = None
@@ -187,7 +190,7 @@ class CheckpointConfig(Bounded):
     keep_last: Positive[int] | None = None
     """Number of newest checkpoints to keep; all when not given."""
     keep_every: Positive[int] | None = None
-    """With keep_last: also keep the checkpoints of iterations that are multiples of this."""
+    """With keep_last: also keep the first checkpoint from each multiple of this number of iterations on."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

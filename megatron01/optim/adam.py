@@ -360,6 +360,11 @@ class Adam(TakesSchedule):
             fill(name, master)
 
     @property
+    def is_synchronized(self) -> bool:
+        """True: replicas have no state of their own but scalars."""
+        return True
+
+    @property
     def owned(self) -> None:
         """None: this process holds the state of all parameters."""
         return None

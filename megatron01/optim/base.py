@@ -924,6 +924,11 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         views = ((key, p.name, view) for key, buffer in state.items() for p, view in self._whole.named_views(buffer))
         return digest({f"{key}.{name}": view for key, name, view in views if name in only})
 
+    @property
+    def is_synchronized(self) -> bool:
+        """True right after a synchronization: m is the same bits on all replicas, and u counts as 0."""
+        return self._local.is_fresh and self._local.since_sync.agrees
+
     def replicated_state(self) -> dict[str, Tensor]:
         """Flat buffers that are bit-identical on all replicas: x (fp32[elements]), and v ([elements]) if replicated."""
         self.finish_delayed()

@@ -71,6 +71,11 @@ class SoftSignSGD(FlatOptimizer):
         for phase in (ACCUMULATE, SYNCHRONIZE):
             self._run(replace(phase, gradient=uses_gradient), coefficients)
 
+    @property
+    def is_synchronized(self) -> bool:
+        """False: the momentum is local to each replica."""
+        return False
+
     def replicated_state(self) -> dict[str, Any]:
         return {"x": super().replicated_state()["x"]}  # the mean magnitude is local to each replica
 

@@ -6,7 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,11 @@ class NamedState:
         """Share of each error buffer in the mean of the error feedback."""
         return {key: place.share for key, place in self.optimizer.error_places().items()}
 
-    def averaged(self) -> tuple[AveragedState, Callable[[], None]]:
-        """State to overwrite with the average of other replicas, and a callback that then loads it."""
+    def averaged(self, *, synchronized: bool = False) -> tuple[AveragedState, Callable[[], None]]:
+        """State to overwrite with the average of other replicas, and a callback that then loads it.
+
+        ``synchronized``: theirs was saved right after a synchronization.
+        """
         optimizer = self.optimizer
         replicated, average = optimizer.replicated_state(), optimizer.averaged_state()
         like = {} if "u" not in average else {"error": average["u"]}
@@ -76,9 +79,12 @@ class NamedState:
             like["gradient_error"] = average["u"]
         errors = {key: torch.zeros_like(buffer) for key, buffer in like.items()}
         scalars = optimizer.replica_state()["scalars"]
+        if synchronized and "u" in average:
+            average["u"].zero_()
+        of_all, of_each = at_synchronization(replicated, average) if synchronized else (replicated, average)
         state = AveragedState(
-            replicated=self.replicated(replicated),
-            average=self.slices(average),
+            replicated=self.replicated(of_all),
+            average=self.slices(of_each),
             errors=self.slices(errors),
             scalars=scalars,
         )
@@ -109,6 +115,15 @@ class NamedState:
                         found.append(StateSlice(key, order[index], begin, buffer[at + begin : at + end]))
                 place += last - first
         return found
+
+
+Buffers = dict[str, torch.Tensor]
+
+
+def at_synchronization(replicated: Buffers, own: Buffers) -> tuple[Buffers, Buffers]:
+    """Replicated and own buffers as they are saved right after a synchronization: m is replicated, and u is 0."""
+    kept = {key: buffer for key, buffer in own.items() if key not in ("m", "u")}
+    return (replicated | {"m": own["m"]} if "m" in own else replicated), kept
 
 
 def _in_memory_order(key: str, name: str, tensor: torch.Tensor) -> StateSlice:
@@ -196,18 +211,22 @@ class SavedRun:
     def state(self, iteration: int, consumed_samples: int) -> RunState:
         """What to save after ``iteration`` steps. Called by all ranks together."""
         self.meter.add_traffic(self.optimizer.settle())
-        owned = self.optimizer.owned
+        owned, synchronized = self.optimizer.owned, self.optimizer.is_synchronized
         # all processes of a node have the frozen parameters, and one of them saves them
         state = self._named_state(with_frozen=owned is None or owned.number == 0)
+        replicated, own = self.optimizer.replicated_state(), self.optimizer.replica_state()
+        if synchronized:
+            replicated, own = at_synchronization(replicated, own)
         return RunState(
-            metadata=self._metadata(iteration, consumed_samples),
-            replicated=named_tensors(state.replicated(), state.layout),
-            replica=state.replica() | random_state(self.group.device),
+            metadata=replace(self._metadata(iteration, consumed_samples), synchronized=synchronized),
+            replicated=named_tensors(state.replicated(replicated), state.layout),
+            replica=state.replica(own) | random_state(self.group.device),
             replica_values={
                 "meter": self.meter.state_dict(),
                 "data_order": vars(self.data.order),
                 "health": self.health.state(),
                 "replica": self._replica,
+                "owned": self._owned,
                 SHARES: state.shares,
             },
         )
@@ -225,7 +244,10 @@ class SavedRun:
         current = self._metadata(0, 0)
         checkpoint, saved = open_checkpoint(folder, iteration, current, group)
         buffers, random_numbers = optimizer.replica_state(), random_state(group.device)
-        own = state.replica(buffers)
+        of_all, of_rank = optimizer.replicated_state(), buffers
+        if saved.synchronized:
+            of_all, of_rank = at_synchronization(of_all, buffers)
+        own = state.replica(of_rank)
         is_same = current.world_size == saved.world_size
         is_same = is_same and current.tensor_model_parallel_size == saved.tensor_model_parallel_size
         with failing_together(group, "loading the checkpoint"):
@@ -238,9 +260,10 @@ class SavedRun:
                 is_same = own.keys() <= stored.keys() and stored["scalars"].shape == own["scalars"].shape
                 is_same = is_same and values.get(SHARES) == state.shares
                 is_same = is_same and values.get("replica", self._replica) == self._replica
+                is_same = is_same and values.get("owned") == self._owned
         notes = []
         if group.any(not is_same):
-            averaged, go_on = state.averaged()
+            averaged, go_on = state.averaged(synchronized=saved.synchronized)
             load_average(checkpoint, saved, state=averaged, layout=state.layout, readers=self.readers, group=group)
             with damage_named(checkpoint, "numbers of the optimizer"):
                 go_on()
@@ -248,7 +271,7 @@ class SavedRun:
             seed_replica(replica_seed(self.config.training.seed, iteration), self.shard.ranks.replica)
             notes.append(_averaged_in_words(saved, current, averaged, state.shares, changed))
         else:
-            replicated = named_tensors(state.replicated(), state.layout)
+            replicated = named_tensors(state.replicated(of_all), state.layout)
             load_checkpoint(checkpoint, saved, replicated=replicated, replica=own | random_numbers, group=group)
             with failing_together(group, "loading the checkpoint"):
                 with damage_named(checkpoint, "numbers of the optimizer"):
@@ -270,6 +293,12 @@ class SavedRun:
         """Number of the replica whose momentum and accumulated step this process holds; the processes of one agree."""
         by_node = self.config.distributed.replica == "node"
         return self.group.nodes.index(self.group.node) if by_node else self.shard.ranks.replica
+
+    @property
+    def _owned(self) -> list[list[int]] | None:
+        """The blocks whose state this process has, as a JSON value; None for all."""
+        owned = self.optimizer.owned
+        return None if owned is None else [*map(list, owned.ranges)]
 
     def _named_state(self, *, with_frozen: bool = True) -> NamedState:
         frozen = {name: weights.detach().float() for name, weights in self.frozen.items()} if with_frozen else {}

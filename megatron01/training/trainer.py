@@ -20,7 +20,7 @@ from megatron01.checkpoint.load import choose_start, go_back_to, roll_back
 from megatron01.checkpoint.save import CheckpointWriter
 from megatron01.comm.kernels import triton_serves
 from megatron01.comm.topology import build_topology, open_process_group, open_shard_group
-from megatron01.config import PretrainConfig
+from megatron01.config import CheckpointConfig, PretrainConfig
 from megatron01.config.registry import find_optimizer
 from megatron01.config.yaml_files import dump_yaml
 from megatron01.cost.cluster import peak_flops
@@ -134,7 +134,7 @@ class Trainer:
         training = config.training
         self.config, self.group, self.forward_step = config, group, forward_step
         self.folders = folders or OwnedFolders((), print)
-        self._has_lost_folder, self._roll_backs = False, 0
+        self._has_lost_folder, self._save_is_due, self._roll_backs = False, False, 0
         self.iteration = self.consumed_samples = 0
         self._choice: str | None = None
         self.tp_ranks = tp_ranks = find_tensor_parallel_ranks(group, config.distributed)
@@ -340,7 +340,7 @@ class Trainer:
                 return None, loss_spike
         if is_last or reason is not None:
             self.save()
-        elif self._is_due(config.checkpoint.save_interval):
+        elif self._saves_now(config.checkpoint):
             self.save(training_continues=True)
         else:
             self.checkpoints.report()
@@ -423,6 +423,15 @@ class Trainer:
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.iteration % interval == 0
+
+    def _saves_now(self, checkpoint: CheckpointConfig) -> bool:
+        """True if a save is due, and need not wait for a synchronization; the same on all ranks."""
+        self._save_is_due |= self._is_due(checkpoint.save_interval)
+        report = self.optimizer.last_step
+        if checkpoint.save_when_synchronized and report is not None and not report.synchronized:
+            return False
+        is_due, self._save_is_due = self._save_is_due, False
+        return is_due
 
     def _write_line(self, eval_loss: float | None) -> str | None:
         """Write a line of metrics and warnings; returns a message on a loss spike, or None."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron01.comm.payload import digest
 from megatron01.optim import (
     SGDM,
     BinSGDM,
@@ -232,6 +233,8 @@ def random_run(rank: int, size: int, seed: int, *, backend: str, resume: bool, o
         try:
             optimizer.step()
             print_after = optimizer.fingerprint()
+            if optimizer.is_synchronized:
+                print_after += digest({"m": optimizer.replica_state()["m"]})
         except TrainingDiverged:
             trace.append("diverged")
             break

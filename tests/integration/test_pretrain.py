@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -191,7 +192,7 @@ def test_a_batch_that_shrinks_with_the_number_of_replicas_is_said(corpus, tmp_pa
 
 @pytest.mark.parametrize("optimizer", slow_after(1, ["zero_one_adam", "one_bit_adam", "bin_sgdm", "adam"]))
 def test_a_run_goes_on_with_another_number_of_replicas(corpus, tmp_path, optimizer):
-    """From 2 to 3 to 1, each time between two synchronizations; the global batch stays."""
+    """From 2 to 3 to 1 at steps 9 and 19, between two synchronizations of 0/1 Adam; the global batch stays."""
     settings = {
         "optimizer": optimizer,
         "freeze_step": 8,
@@ -200,12 +201,16 @@ def test_a_run_goes_on_with_another_number_of_replicas(corpus, tmp_path, optimiz
         "lr_decay_iters": 30,
         "lr": 1e-2,
     }
-    config = gpt_config(corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), **settings)
-    assert run_together(with_settings(config, train_iters=9)) == [[None], [None]]
-    for replicas_before, replicas, settings_now in ((2, 3, with_settings(config, train_iters=19)), (3, 1, config)):
+    saved = tmp_path / "saved"
+    config = gpt_config(corpus, save=str(saved), run_dir=str(tmp_path / "run"), **settings)
+    assert run_together(with_settings(config, train_iters=10, save_interval=9)) == [[None], [None]]
+    then = with_settings(config, load=str(iteration_folder(saved, 9)), train_iters=20, save_interval=19)
+    finally_ = with_settings(config, load=str(iteration_folder(saved, 19)))
+    for replicas_before, replicas, settings_now in ((2, 3, then), (3, 1, finally_)):
         runs = run_ranks(run_and_read, replicas, settings_now, default_group=replicas > 1)
         assert all(message is None for message, _ in runs)
-        done = "dropout draws" if optimizer == "adam" else "the replicas' mean step"  # Adam's replicas hold the same
+        # Adam's replicas hold the same, and those of 1-bit Adam have just synchronized
+        done = {"adam": "dropout draws", "one_bit_adam": "the error feedback"}.get(optimizer, "the replicas' mean step")
         layouts = f"the checkpoint is of {replicas_before} replica(s), this run of {replicas} replica(s)"
         assert f"{layouts}: {done}" in runs[0][1]
     lines = read_lines(tmp_path / "run")
@@ -464,6 +469,37 @@ def test_older_checkpoints_go(corpus, tmp_path):
     )
     assert run_together(config) == [[None], [None]]
     assert sorted(path.name[-2:] for path in tmp_path.glob("iter_*")) == ["06", "12", "16", "18"]
+
+
+def test_after_a_synchronization_one_replica_saves_the_momentum_of_all(corpus, tmp_path):
+    config = gpt_config(
+        corpus,
+        save=str(tmp_path / "saved"),
+        save_interval=3,
+        save_when_synchronized=True,
+        keep_last=2,
+        keep_every=9,
+        eval_iters=0,
+        run_dir=str(tmp_path / "run"),
+    )
+    exact = with_settings(
+        config, save=str(tmp_path / "exact"), save_when_synchronized=False, keep_last=None, keep_every=None
+    )
+    resumed = with_settings(config, save=str(tmp_path / "resumed"), load=str(tmp_path / "saved" / "iter_0000016"))
+    assert run_together(config, exact, resumed) == [[None] * 3] * 2
+    saved = {int(path.name[5:]): path for path in (tmp_path / "saved").glob("iter_*")}
+    # due at 3, 6, 9, 12, 15; of the older ones, the first from 9 on is kept
+    assert sorted(saved) == [10, 16, 18]
+    between, after = read_metadata(tmp_path / "exact" / "iter_0000015"), read_metadata(saved[16])
+    assert after.synchronized and not between.synchronized
+    names = [name.split("/")[1] for name in stored_state(saved[16])]
+    momenta = [name for name in names if name.startswith("m.")]
+    assert len(momenta) == len(set(momenta)) > 0 and not any(name.startswith("u.") for name in names)
+    parameters = sum(map(math.prod, after.parameters.values()))
+    # of m and u of both replicas, one m is left
+    assert between.num_bytes - after.num_bytes == pytest.approx(12 * parameters, rel=0.05)
+    assert_same_state(saved[18], tmp_path / "resumed" / "iter_0000018")
+    assert_same_state(saved[18], tmp_path / "exact" / "iter_0000018")
 
 
 def test_a_damaged_checkpoint_is_passed_over(corpus, tmp_path):

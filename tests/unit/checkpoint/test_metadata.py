@@ -92,7 +92,7 @@ def test_newer_format(tmp_path):
         read_metadata(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 5}', "\ufffd"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"format_version": 6}', "\ufffd"])
 def test_damaged_text(tmp_path, text):
     (tmp_path / METADATA_NAME).write_text(text)
     with pytest.raises(UserError, match=r"metadata.json"):
