@@ -155,11 +155,14 @@ _USUAL_WARM_UP = 0.15  # of all steps, where no freeze_step is given; published 
 def _zero_one_adam_variants(config: OptimizerConfig, train_iters: int) -> dict[str, OptimizerConfig]:
     settings = without_others_settings(config, "zero_one_adam")
     with_local_steps = type(config).sync_policy if config.sync_policy == "every" else config.sync_policy
+    is_constant = config.sync_policy.startswith("constant")  # its interval is not bounded by the longest one
     found = {}
-    for interval in sorted({*INTERVALS, config.max_sync_interval}):
+    for interval in [1] if is_constant else sorted({*INTERVALS, config.max_sync_interval}):
         policy = "every" if interval == 1 else with_local_steps
         name = f"zero_one_adam, interval up to {interval}" if interval > 1 else "zero_one_adam, every step"
         found[name] = replace(settings, sync_policy=policy, max_sync_interval=interval)
+    if is_constant:
+        found[f"zero_one_adam, {config.sync_policy}"] = settings
     return found
 
 

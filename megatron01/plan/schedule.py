@@ -22,7 +22,7 @@ from megatron01.cost.volume import (
     Traffic,
     Wire,
     compare,
-    gradient_bytes,
+    full_step_bytes,
     gradient_code_bits,
     phase_of,
     phases,
@@ -111,7 +111,7 @@ def show(config: GPTScheduleConfig | BertScheduleConfig) -> None:
         f"{name}{with_policy}: {run.steps:,} steps, {format_count(run.parameters)} parameters, {plan.replicas} replicas"
     )
     if run.full.any():
-        gradient_bits = gradient_code_bits(optimizer) or 8 * gradient_bytes(optimizer, training.precision)
+        gradient_bits = gradient_code_bits(optimizer) or round(8 * full_step_bytes(optimizer, training.precision))
         title += f", {gradient_bits}-bit gradients at full steps"
     if plan.csv is not None:
         write_csv(plan.csv, run)

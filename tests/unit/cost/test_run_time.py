@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
 from megatron01.cost.cluster import COPY_SHARE, GPUS, Cluster, expected_maximum
-from megatron01.cost.run_time import Choice, Recommendation, RunTime, StepModel, Work, recommend, run_time, run_times
+from megatron01.cost.run_time import (
+    Choice,
+    Recommendation,
+    RunTime,
+    StepModel,
+    Work,
+    choices,
+    recommend,
+    run_time,
+    run_times,
+)
 from megatron01.cost.volume import Wire, traffic
 from megatron01.training.autotune import beyond_messages
 
@@ -189,6 +199,9 @@ def test_what_is_recommended() -> None:
     assert [run.choice.sharded for run in runs] == [run.choice.replica_is_node for run in runs]
     assert recommend(runs).best.choice.sharded
     assert recommend(runs[:1]).best.choice.optimizer.optimizer == "adam"
+    constant = replace(RECIPE, sync_policy="constant:8", variance_freeze_step=100)  # max_sync_interval does not count
+    names = [choice.name for choice in choices(constant, ALONE, 1000, sharded=False)]
+    assert names[-2:] == ["zero_one_adam, every step", "zero_one_adam, constant:8"]
 
 
 def test_exchanges_that_cost_the_processor_much_are_not_recommended() -> None:

@@ -47,6 +47,7 @@ def test_flags_override_the_file(run: Any) -> None:
 
 def test_what_does_not_differ_is_not_said_to(run: Any) -> None:
     assert "gradients at full steps" not in run(*SMALL, "--optimizer", "bin_sgdm")  # it has none
+    assert "32-bit gradients at full steps" in run(*SMALL, "--optimizer", "soft_sign_sgd", "--precision", "bf16")
     printed = run(*SMALL, "--optimizer", "adam")
     assert "as much volume" in printed and "1 times less" not in printed
 
