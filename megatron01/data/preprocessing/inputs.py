@@ -128,7 +128,7 @@ def _errors_explained(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, KeyError) as error:  # the libraries' own errors derive from these
+    except (OSError, ValueError, RuntimeError, LookupError) as error:  # the libraries' own errors derive from these
         reason = one_line(error, 300)
         raise UserError(f"cannot read {name}: {reason or type(error).__name__}") from error
 

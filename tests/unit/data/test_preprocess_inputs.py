@@ -160,6 +160,10 @@ def test_datasets(tmp_path: Path, expected: dict[str, bytes]) -> None:
         run(tmp_path, tmp_path / "rows", dataset_split="train")
     with pytest.raises(UserError, match="rows has no column 'body', only text, other; set json_keys"):
         run(tmp_path, tmp_path / "rows", json_keys=("body",))
+    features = datasets.Features({"text": datasets.Value("string")})
+    datasets.Dataset.from_dict({"text": []}, features=features).save_to_disk(tmp_path / "empty")
+    with pytest.raises(UserError, match="cannot read .*empty"):  # datasets saves it, and cannot load it
+        run(tmp_path, tmp_path / "empty")
     (tmp_path / "named").mkdir()
     write_lines(tmp_path / "named" / "train.jsonl", as_json(TEXTS))
     assert run(tmp_path, tmp_path / "named", input_format="huggingface") == expected
