@@ -84,6 +84,7 @@ class _Traffic:
     gradient: int  # of its gradient, in the flat buffer
     state: int  # of v, m, u and the errors
     second_moment: bool
+    common_momentum: bool  # a local step does not write m
 
     def adam(self, *, multiplies: bool) -> float:
         """The norm; g, m, v and x read, m, v and x written. 16-bit gradients and weights have fp32 copies."""
@@ -93,7 +94,8 @@ class _Traffic:
     @property
     def local(self) -> float:
         """The norm; g, m, u, v and x read, m, u and the weights written."""
-        return 2 * self.gradient + (5 if self.second_moment else 4) * self.state + 4 + self.weight
+        buffers = 3 + self.second_moment + (not self.common_momentum)
+        return 2 * self.gradient + buffers * self.state + 4 + self.weight
 
     @property
     def one_bit(self) -> float:
@@ -343,6 +345,7 @@ class StepModel:
             gradient=4 if work.sums_in_fp32 and work.micro_batches > 1 else work.weight_bytes,
             state=volume.ELEMENT_BYTES[self.config.state_dtype],
             second_moment=find_optimizer(self.config.optimizer).second_moment,
+            common_momentum=self.config.local_momentum == "common",
         )
 
     def _breakdown(self, timeline: Timeline, last: int) -> StepTime:

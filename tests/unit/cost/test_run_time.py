@@ -116,6 +116,9 @@ def test_arithmetic_of_16_bit_weights() -> None:
     assert summed.adam().arithmetic == pytest.approx(adam)
     small = replace(model, config=OptimizerConfig(state_dtype="bf16"))
     assert small.local().arithmetic == pytest.approx(20 * 1e8 / 1e12)
+    common = replace(model, config=OptimizerConfig(local_momentum="common"))  # m is not written
+    assert common.local().arithmetic == pytest.approx(26 * 1e8 / 1e12)
+    assert common.one_bit(every_step=False) == replace(model, config=OptimizerConfig()).one_bit(every_step=False)
     plain = replace(model, config=OptimizerConfig(clip_grad=0.0), cluster=replace(ALONE, on_gpu=False))
     assert plain.adam().arithmetic == pytest.approx(adam - 8 * 1e8 / 1e12)
 
