@@ -162,7 +162,7 @@ def test_datasets(tmp_path: Path, expected: dict[str, bytes]) -> None:
         run(tmp_path, tmp_path / "rows", json_keys=("body",))
     features = datasets.Features({"text": datasets.Value("string")})
     datasets.Dataset.from_dict({"text": []}, features=features).save_to_disk(tmp_path / "empty")
-    with pytest.raises(UserError, match="cannot read .*empty"):  # datasets saves it, and cannot load it
+    with pytest.raises(UserError, match=r"cannot read .*empty"):  # datasets saves it, and cannot load it
         run(tmp_path, tmp_path / "empty")
     (tmp_path / "named").mkdir()
     write_lines(tmp_path / "named" / "train.jsonl", as_json(TEXTS))
