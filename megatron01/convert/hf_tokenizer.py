@@ -26,6 +26,7 @@ from megatron01.errors import UserError
 from megatron01.utils.files import shipped
 
 SENTENCEPIECE_FILE = "tokenizer.model"  # as it is exported
+_ADDED_TOKENS_FILE = "added_tokens.json"  # of transformers 4: token -> id, beyond the vocabulary
 _OWN_CLASSES = ("BertTokenizer", "GPT2Tokenizer")  # transformers' names of the tokenizers that megatron01 has, too
 _SENTENCEPIECE_FILES = (SENTENCEPIECE_FILE, "spiece.model", "sentencepiece.bpe.model")
 
@@ -104,8 +105,15 @@ def find_tokenizer(folder: Path, *, model_type: str, num_ids: int) -> TokenizerF
         own_rules = _rules({"do_lower_case": lower_case}, {})
         tokens = definition.get("added_tokens")
         added = [token.get("id") for token in tokens if isinstance(token, Mapping)] if isinstance(tokens, list) else []
-        if rules == own_rules and not any(token_id in range(own.built.vocab_size, num_ids) for token_id in added):
+        added += library_entries(folder / _ADDED_TOKENS_FILE).values()
+        has_more = any(token_id in range(own.built.vocab_size, num_ids) for token_id in added)
+        if rules == own_rules and not has_more:
             return own
+        if has_more and DEFINITION_FILE not in names:
+            raise UserError(
+                f"{folder} has an {_ADDED_TOKENS_FILE} and no {DEFINITION_FILE}, which would hold those tokens too; save"
+                " the tokenizer again with transformers, which writes it"
+            )
         defined = _rules({}, definition)
         if name := next((name for name in rules if rules[name] != defined[name]), None):
             raise UserError(

@@ -182,6 +182,20 @@ def test_settings_of_a_tokenizer_that_no_file_follows(bert_folder, tmp_path):
         (tmp_path / "hf" / "tokenizer.json").unlink(missing_ok=True)
 
 
+def test_added_tokens_that_no_tokenizer_json_holds(gpt_folder, tmp_path):
+    """As the slow tokenizers of transformers 4 were saved: their embeddings are trained ones, not padding."""
+    folder = copy(gpt_folder, tmp_path / "hf")
+    model = transformers.AutoModelForPreTraining.from_pretrained(folder)
+    model.resize_token_embeddings(258)
+    model.save_pretrained(folder)
+    (folder / "added_tokens.json").write_text('{"<sep>": 257}')
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has an added_tokens.json and no tokenizer.json.* save the tokenizer again"):
+        read_hf_folder(folder)
+    transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
+    assert read_hf_folder(folder).built_tokenizer().encode("<sep>") == [257]
+
+
 @pytest.mark.parametrize("source", ["gpt", "bert", "pre_norm"])
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
 def test_what_transformers_has_saved(source, shard_size, tmp_path, request):
