@@ -111,8 +111,8 @@ def find_tokenizer(folder: Path, *, model_type: str, num_ids: int) -> TokenizerF
             return own
         if has_more and DEFINITION_FILE not in names:
             raise UserError(
-                f"{folder} has an {_ADDED_TOKENS_FILE} and no {DEFINITION_FILE}, which would hold those tokens too; save"
-                " the tokenizer again with transformers, which writes it"
+                f"{folder} has an {_ADDED_TOKENS_FILE} and no {DEFINITION_FILE}, which would hold those tokens too;"
+                " save the tokenizer again with transformers, which writes it"
             )
         defined = _rules({}, definition)
         if name := next((name for name in rules if rules[name] != defined[name]), None):

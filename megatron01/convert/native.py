@@ -26,6 +26,7 @@ from megatron01.config import (
 )
 from megatron01.config.yaml_files import config_from_yaml, dump_yaml, load_plain_yaml
 from megatron01.convert.hf_tokenizer import copy_tokenizer
+from megatron01.convert.huggingface import require_same_rules
 from megatron01.convert.portable import GIVE_ONE, PortableModel, vocabulary_rows
 from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
@@ -71,11 +72,14 @@ def read_checkpoint(load: str, tokenizer: TokenizerFiles | None = None) -> Porta
     files = tokenizer or _tokenizer_files(config.data, checkpoint)
     built = files.built
     if metadata.tokenizer_fingerprint not in (built.fingerprint, UNKNOWN_TOKENIZER):
-        raise UserError(
-            f"{built.name} is not the vocabulary with which {checkpoint} was trained (fingerprint"
-            f" {built.fingerprint[:12]} and {metadata.tokenizer_fingerprint[:12]}); give that one with --vocab-file"
-            " (and --merge-file, --tokenizer-model)"
-        )
+        if metadata.optimizer != manifest.WEIGHTS_ALONE or files.tokenizer_type == config.data.tokenizer_type:
+            raise UserError(
+                f"{built.name} is not the vocabulary with which {checkpoint} was trained (fingerprint"
+                f" {built.fingerprint[:12]} and {metadata.tokenizer_fingerprint[:12]}); give that one with --vocab-file"
+                " (and --merge-file, --tokenizer-model)"
+            )
+        # a tokenizer.json that came with the weights may have the rules of a vocab.txt or vocab.json
+        require_same_rules(built, _tokenizer_files(config.data, checkpoint).built)
     weights = _read_weights(checkpoint, metadata, config)
     model = PortableModel(
         source=str(checkpoint),

@@ -74,6 +74,19 @@ def test_another_vocabulary_is_refused(bert_checkpoint, corpus, tmp_path):
         read_checkpoint(str(bert_checkpoint), files)
 
 
+def test_the_same_vocabulary_in_other_files_for_weights_alone(gpt_checkpoint, corpus, tmp_path):
+    """As transformers 5 saves it: a tokenizer.json alone, without the vocabulary that a run's data was made with."""
+    model = read_checkpoint(str(gpt_checkpoint))
+    (tmp_path / "tokenizer.json").write_text(model.built_tokenizer().definition)
+    files = TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "tokenizer.json"))
+    (tmp_path / "weights").mkdir()
+    write_checkpoint(dataclasses.replace(model, tokenizer=files), tmp_path / "weights", final=tmp_path / "weights")
+    assert read_checkpoint(str(tmp_path / "weights"), model.tokenizer).tokenizer == model.tokenizer
+    with pytest.raises(UserError, match="encodes text differently from the model's own"):
+        bert = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
+        read_checkpoint(str(tmp_path / "weights"), bert)
+
+
 def test_somebodys_own_model_is_refused_in_one_sentence(gpt_checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(gpt_checkpoint, copy)
