@@ -239,7 +239,7 @@ class CompressionWatch:
     def __init__(self, interval: int, partial: ModelShardRanks | None = None, *, logs: bool = True) -> None:
         self.interval, self._logs = interval, logs
         self._partial = partial
-        self._ratios: deque[float] = deque(maxlen=_HISTORY)
+        self._history: deque[tuple[float, float]] = deque(maxlen=_HISTORY)  # ratio to what is sent, and norm
 
     def record(self, buckets: Sequence[CompressionNorms]) -> CompressionReport | None:
         """Record the norms of a measured exchange, and report them; None if nothing was quantized."""
@@ -254,18 +254,20 @@ class CompressionWatch:
         errors = (
             math.sqrt(b.residual / (b.quantized + b.residual)) if b.quantized + b.residual > 0 else 0.0 for b in buckets
         )
-        ratio = math.sqrt(lost / sent)
-        self._ratios.append(ratio)
-        history = list(self._ratios)
-        grows = len(history) == _HISTORY and history == sorted(history) and ratio > _GROWTH * max(1.0, history[0])
-        if grows and self._logs:
+        norm, ratio = math.sqrt(lost), math.sqrt(lost / sent)
+        self._history.append((ratio, norm))
+        first, first_norm = self._history[0]
+        is_steady = len(self._history) == _HISTORY and [*self._history] == sorted(self._history)
+        # the ratio alone grows, too, where the learning rate falls to 0
+        grows = ratio > _GROWTH * max(1.0, first) and norm > _GROWTH * first_norm
+        if is_steady and grows and self._logs:
             logger.warning(
                 "the error feedback of the 1-bit exchange has grown from %.3g to %.3g times what is sent; "
                 "lower block_size or the learning rate",
-                history[0],
+                first,
                 ratio,
             )
-            self._ratios.clear()
+            self._history.clear()
         return CompressionReport(tuple(errors), ratio)
 
 

@@ -83,3 +83,13 @@ def test_growth_without_bound_is_warned_of_once(caplog: pytest.LogCaptureFixture
         for ratio in np.geomspace(1.0, 8.0, 9):
             watch.record([CompressionNorms(quantized=1.0, residual=float(ratio**2))])
     assert len(caplog.records) == 1 and "has grown" in caplog.records[0].message
+
+
+def test_steps_that_become_short_are_no_growing_error(caplog: pytest.LogCaptureFixture) -> None:
+    """As where the learning rate falls to 0: the error stays what it was, and less and less is sent."""
+    watch = CompressionWatch(1)
+    with caplog.at_level(logging.WARNING):
+        for sent in np.geomspace(1.0, 0.05, 9):
+            report = watch.record([CompressionNorms(quantized=float(sent**2), residual=1.0)])
+    assert report is not None and report.feedback_ratio == pytest.approx(20.0)
+    assert not caplog.records
