@@ -81,7 +81,7 @@ class NamedState:
         scalars = optimizer.replica_state()["scalars"]
         if synchronized and "u" in average:
             average["u"].zero_()
-        of_all, of_each = at_synchronization(replicated, average) if synchronized else (replicated, average)
+        of_all, of_each = as_saved(replicated, average, synchronized=synchronized)
         state = AveragedState(
             replicated=self.replicated(of_all),
             average=self.slices(of_each),
@@ -120,10 +120,11 @@ class NamedState:
 Buffers = dict[str, torch.Tensor]
 
 
-def at_synchronization(replicated: Buffers, own: Buffers) -> tuple[Buffers, Buffers]:
-    """Replicated and own buffers as they are saved right after a synchronization: m is replicated, and u is 0."""
-    kept = {key: buffer for key, buffer in own.items() if key not in ("m", "u")}
-    return (replicated | {"m": own["m"]} if "m" in own else replicated), kept
+def as_saved(replicated: Buffers, own: Buffers, *, synchronized: bool) -> tuple[Buffers, Buffers]:
+    """Replicated and own buffers as saved: right after a synchronization m is replicated, and u, which is 0, left out."""
+    if not synchronized or "m" not in own:
+        return replicated, own
+    return replicated | {"m": own["m"]}, {key: buffer for key, buffer in own.items() if key not in ("m", "u")}
 
 
 def _in_memory_order(key: str, name: str, tensor: torch.Tensor) -> StateSlice:
@@ -214,9 +215,9 @@ class SavedRun:
         owned, synchronized = self.optimizer.owned, self.optimizer.is_synchronized
         # all processes of a node have the frozen parameters, and one of them saves them
         state = self._named_state(with_frozen=owned is None or owned.number == 0)
-        replicated, own = self.optimizer.replicated_state(), self.optimizer.replica_state()
-        if synchronized:
-            replicated, own = at_synchronization(replicated, own)
+        replicated, own = as_saved(
+            self.optimizer.replicated_state(), self.optimizer.replica_state(), synchronized=synchronized
+        )
         return RunState(
             metadata=replace(self._metadata(iteration, consumed_samples), synchronized=synchronized),
             replicated=named_tensors(state.replicated(replicated), state.layout),
@@ -244,9 +245,7 @@ class SavedRun:
         current = self._metadata(0, 0)
         checkpoint, saved = open_checkpoint(folder, iteration, current, group)
         buffers, random_numbers = optimizer.replica_state(), random_state(group.device)
-        of_all, of_rank = optimizer.replicated_state(), buffers
-        if saved.synchronized:
-            of_all, of_rank = at_synchronization(of_all, buffers)
+        of_all, of_rank = as_saved(optimizer.replicated_state(), buffers, synchronized=saved.synchronized)
         own = state.replica(of_rank)
         is_same = current.world_size == saved.world_size
         is_same = is_same and current.tensor_model_parallel_size == saved.tensor_model_parallel_size

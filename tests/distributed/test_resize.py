@@ -16,7 +16,7 @@ from megatron01.comm.topology import build_topology
 from megatron01.config import DistributedConfig
 from megatron01.optim import BinSGDM, LRSchedule, OneBitAdam, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, initialize
-from megatron01.training.state import NamedState, at_synchronization
+from megatron01.training.state import NamedState, as_saved
 from tests.distributed.harness import run_ranks
 from tests.residuals import add_errors
 from tests.tiers import slow_after
@@ -107,7 +107,7 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
         train(parameters, optimizer, rank, steps)
         state = NamedState(optimizer, LAYOUT, BLOCK)
         replicated, replica = optimizer.replicated_state(), optimizer.replica_state()
-        of_all, own = at_synchronization(replicated, replica) if optimizer.is_synchronized else (replicated, replica)
+        of_all, own = as_saved(replicated, replica, synchronized=optimizer.is_synchronized)
         save_tensors(
             folder,
             metadata(world_size, synchronized=optimizer.is_synchronized),
