@@ -121,7 +121,7 @@ Buffers = dict[str, torch.Tensor]
 
 
 def as_saved(replicated: Buffers, own: Buffers, *, synchronized: bool) -> tuple[Buffers, Buffers]:
-    """Replicated and own buffers as saved: right after a synchronization m is replicated, and u, which is 0, left out."""
+    """The buffers that a checkpoint has: right after a synchronization m is replicated, and u, which is 0, missing."""
     if not synchronized or "m" not in own:
         return replicated, own
     return replicated | {"m": own["m"]}, {key: buffer for key, buffer in own.items() if key not in ("m", "u")}
