@@ -563,7 +563,7 @@ def recommend(runs: Sequence[RunTime]) -> Recommendation:
     gain = best.seconds / fastest.seconds - 1
     if best is not adam:
         reason = f"{adam.seconds / best.seconds:.2g} times as fast as {adam.choice.name}"
-        if best is not fastest:
+        if gain >= 0.005:  # 0 % is not worth a word
             reason += f"; {fastest.choice.name} would gain {gain:.0%} more"
     elif gain < 0.01:
         exposed = sum(count * step.exposed for count, step in adam.kinds.values()) / adam.seconds
