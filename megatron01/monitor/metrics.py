@@ -233,6 +233,7 @@ def describe_traffic(
     nodes: int = 1,
     tensor_parallel_size: int = 1,
     tensor_parallel_bytes: int = 0,
+    of: str = "replica",
 ) -> str:
     """A small table for the end of a run.
 
@@ -244,6 +245,7 @@ def describe_traffic(
         gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
         tensor_parallel_size: processes that hold one replica together.
         tensor_parallel_bytes: that this process sent to the others of its replica since the start.
+        of: what ``replicas`` counts; processes where those of a node are one replica.
     """
     by_kind = [
         f"{label} {totals.steps_by_kind[kind]:,}" for kind, label in SYNC_LABELS.items() if kind in totals.steps_by_kind
@@ -264,7 +266,7 @@ def describe_traffic(
         if 1 < nodes < replicas and (between := totals.comm_bytes_between_nodes):
             adam = adam_bytes(nodes, gradient_bytes) * parameters * totals.steps * nodes / replicas
             rows.append(("between nodes", f"{format_bytes(between)}, {beside_adam(between, adam)}"))
-    title = f"Traffic of one replica ({replicas} in all, {format_count(parameters)} parameters)"
+    title = f"Traffic of one {of} ({replicas} in all, {format_count(parameters)} parameters)"
     if tensor_parallel_size > 1:
         title = (
             f"Traffic of one of {tensor_parallel_size} tensor-parallel ranks of a replica"

@@ -314,6 +314,7 @@ class Trainer:
             tensor_parallel_bytes=self.shard.bytes_sent,
             gradient_bytes=DTYPES[training.precision].itemsize,
             nodes=len(self.group.nodes),
+            of="process" if self.config.distributed.replica == "node" else "replica",
         )
         self.recorder.print(traffic)
         return self.iteration >= training.train_iters
@@ -492,14 +493,17 @@ class Trainer:
 
     def _describe_start(self) -> str:
         accumulation = f" of {self.num_micro_batches} micro-batches" if self.num_micro_batches > 1 else ""
-        shards = f" of {self.tp_ranks.size} processes each" if self.tp_ranks.size > 1 else ""
+        by_node = self.config.distributed.replica == "node"
+        replicas = len(self.group.nodes) if by_node else self.tp_ranks.num_replicas
+        processes = self.group.world_size // replicas
+        shards = f" of {processes} processes each" if processes > 1 else ""
         weights = self.config.checkpoint.pretrained_checkpoint
         new = "starting" if weights is None else f"starting from the weights of {weights}"
         beginning = f"continuing after iteration {self.iteration}" if self.iteration else new
         return (
             f"{beginning}: {format_count(self.num_parameters)} parameters, "
             f"{self.config.training.precision}{self._arithmetic}, "
-            f"{self.tp_ranks.num_replicas} replica(s){shards} on {self.group.device.type}, "
+            f"{replicas} replica(s){shards} on {self.group.device.type}, "
             f"{self.config.optimizer.optimizer}, "
             f"{self.global_batch_size} sequences a step{accumulation}"
         )

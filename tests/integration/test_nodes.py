@@ -87,6 +87,7 @@ def test_the_processes_of_one_node_become_one_replica(corpus, tmp_path):
     assert message is None
     assert "WARNING: the checkpoint is of 2 replica(s) in another arrangement than this run's" in printed
     assert "(gradient_wire_dtype)" not in printed
+    assert "1 replica(s) of 2 processes each on cpu" in printed and "Traffic of one process (2 in all" in printed
 
 
 @pytest.mark.slow
