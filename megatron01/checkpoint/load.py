@@ -9,8 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron01.checkpoint import manifest
-from megatron01.checkpoint.reshard import read_headers
-from megatron01.checkpoint.storage import check_tensors, read_tensors
+from megatron01.checkpoint.storage import StoredTensor, check_tensors, file_of_rank, read_header, read_tensors
 from megatron01.config import CheckpointConfig
 from megatron01.config.yaml_files import flat_settings, load_plain_yaml, parse_plain_yaml
 from megatron01.errors import UserError
@@ -35,13 +34,20 @@ def load_checkpoint(
     """
     size = metadata.tensor_model_parallel_size
     with failing_together(group, "loading the checkpoint"):
-        stored = read_headers(checkpoint, metadata)
-        shared = {name: place for tensors in stored[group.rank % size :: size] for name, place in tensors.items()}
+        own = read_header(checkpoint / file_of_rank(group.rank))
+        check_tensors(own, replica, checkpoint)
+    # each rank reads one header, and tells the others where its share of the replicated tensors lies
+    shares = group.gather({name: place.to_json() for name, place in own.items() if name not in replica})
+    with failing_together(group, "loading the checkpoint"):
+        shared = {
+            name: StoredTensor.from_json(place)
+            for share in shares[group.rank % size :: size]
+            for name, place in share.items()
+        }
         check_tensors(shared, replicated, checkpoint)
-        check_tensors(stored[group.rank], replica, checkpoint)
     with failing_together(group, "loading the checkpoint"):
         read_tensors(checkpoint, shared, replicated)
-        read_tensors(checkpoint, stored[group.rank], replica)
+        read_tensors(checkpoint, own, replica)
 
 
 def changed_settings(checkpoint: Path, config_yaml: str) -> list[str]:
@@ -171,7 +177,7 @@ def _newest_saved(folder: Path) -> tuple[int | None, str | None]:
 
 def _check(checkpoint: Path, group: ReplicaGroup) -> None:
     with failing_together(group, "checking the checkpoint"):
-        metadata = manifest.read_metadata(checkpoint)
+        metadata = manifest.read_metadata(checkpoint, group)
         largest_first = sorted(metadata.files, key=lambda name: (-metadata.files[name].bytes, name))
         manifest.check_contents(checkpoint, metadata.files, largest_first[group.rank :: group.world_size])
 
@@ -193,7 +199,8 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup, *, first_sample: i
             scope="job",
         )
     with failing_together(group, "rolling back"):
-        if manifest.read_metadata(manifest.existing_folder(folder, iteration)).consumed_samples < first_sample:
+        checkpoint = manifest.existing_folder(folder, iteration)
+        if manifest.read_metadata(checkpoint, group).consumed_samples < first_sample:
             raise UserError(
                 f"the last checkpoint in {folder} to roll back to is of iteration {iteration}, from before the order of"
                 " the training samples changed; lower the learning rate, or undo what else was changed"

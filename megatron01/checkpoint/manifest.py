@@ -279,11 +279,13 @@ def first_difference(saved: Mapping[str, tuple[int, ...]], current: Mapping[str,
     return None
 
 
-def read_metadata(checkpoint: Path) -> CheckpointMetadata:
+def read_metadata(checkpoint: Path, group: ReplicaGroup | None = None) -> CheckpointMetadata:
     """Read ``metadata.json`` of a checkpoint and check that its files have their recorded size.
 
     Raises UserError if the folder, a file or an entry is missing, truncated, or of another format version, or if the
     folder has the name of another iteration.
+
+    ``group``: ranks that read it together, each of which checks a share of the files.
     """
     path = checkpoint / METADATA_NAME
     if not checkpoint.is_dir():
@@ -305,7 +307,8 @@ def read_metadata(checkpoint: Path) -> CheckpointMetadata:
         raise UserError(
             f"{checkpoint} holds the checkpoint of iteration {metadata.iteration}; its name must be {right}"
         )
-    for name, stored in metadata.files.items():
+    first, step = (0, 1) if group is None else (group.rank, group.world_size)
+    for name, stored in [*metadata.files.items()][first::step]:
         with damage_named(checkpoint / name), open_regular(checkpoint / name) as file:
             size = os.fstat(file.fileno()).st_size
         if size != stored.bytes:
@@ -325,7 +328,7 @@ def open_checkpoint(
     """
     checkpoint = existing_folder(Path(folder), iteration)
     with failing_together(group, "loading the checkpoint"):
-        metadata = read_metadata(checkpoint)
+        metadata = read_metadata(checkpoint, group)
         metadata.check_continues(current, checkpoint)
     return checkpoint, metadata
 

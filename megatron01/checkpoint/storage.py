@@ -75,6 +75,15 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    def to_json(self) -> list[Any]:
+        """JSON values, from which ``from_json`` makes it again."""
+        return [self.file, self.offset, dtype_name(self.dtype), self.shape]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> StoredTensor:
+        file, offset, dtype, shape = values
+        return cls(file, offset, getattr(torch, dtype), tuple(shape))
+
     def part(self, first: int, count: int) -> StoredTensor:
         """Elements ``first`` to ``first + count`` of it, flat."""
         return StoredTensor(self.file, self.offset + first * self.dtype.itemsize, self.dtype, (count,))

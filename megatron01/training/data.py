@@ -65,15 +65,15 @@ class SavedProgress:
     order: DataOrder | None = None
 
 
-def saved_progress(start: tuple[Path, int] | None) -> SavedProgress:
+def saved_progress(start: tuple[Path, int] | None, group: ReplicaGroup | None = None) -> SavedProgress:
     """Progress recorded in a checkpoint (folder and iteration); the beginning, if ``start`` is None.
 
-    Raises UserError if the checkpoint is damaged.
+    Raises UserError if the checkpoint is damaged. ``group``: the ranks that all ask for it.
     """
     if start is None:
         return SavedProgress()
     checkpoint = existing_folder(*start)
-    metadata = read_metadata(checkpoint)
+    metadata = read_metadata(checkpoint, group)
     saved = metadata.replicas[0].get("data_order")  # None with weights alone
     with damage_named(checkpoint, "samples"):
         order = None if saved is None else DataOrder(**saved)

@@ -151,7 +151,7 @@ class Trainer:
         # May take hours for large corpora: the other ranks wait with a long time-out, and no GPU collective is open.
         with failing_together(group, "preparing the data", long_timeout=True), group.local_first():
             build_splits = functools.partial(build_datasets, config, self.tokenizer)
-            self.data = RunData(config, group, tp_ranks, saved_progress(start), build_splits)
+            self.data = RunData(config, group, tp_ranks, saved_progress(start, group), build_splits)
         fingerprints = {
             "the settings": settings_digest(config),
             "the vocabulary": self.tokenizer.fingerprint[:12],

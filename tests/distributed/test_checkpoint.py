@@ -4,10 +4,12 @@ import os
 import resource
 import signal
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron01.checkpoint import load as load_module
 from megatron01.checkpoint import manifest
 from megatron01.checkpoint.load import choose_start, load_checkpoint, roll_back
 from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder, open_checkpoint, read_tracker
@@ -103,6 +105,25 @@ def test_replicas_share_the_writing_of_what_is_equal(tmp_path):
     run_ranks(save_and_load, 2, str(tmp_path))
     sizes = [path.stat().st_size for path in iteration_folder(tmp_path, 12).glob("*.safetensors")]
     assert len(sizes) == 2 and max(sizes) < 1.1 * min(sizes)
+
+
+def files_looked_at(rank, world_size, folder):
+    """Headers read, and files opened to check their sizes, while a rank loads."""
+    with group_of(world_size) as group:
+        save(folder, rank, world_size, 3, group)
+        headers = patch.object(load_module, "read_header", wraps=load_module.read_header)
+        opened = patch.object(manifest, "open_regular", wraps=manifest.open_regular)
+        with headers as read, opened as checked:
+            load(folder, rank, world_size, 3, group)
+        return read.call_count, [call.args[0].name for call in checked.call_args_list]
+
+
+def test_ranks_share_looking_at_files(tmp_path):
+    """So that the files opened at a start grow with the number of ranks, not with its square."""
+    found = run_ranks(files_looked_at, 3, str(tmp_path))
+    assert [headers for headers, _ in found] == [1, 1, 1]
+    names = [name for _, opened in found for name in opened if name != "metadata.json"]
+    assert sorted(names) == ["config.yaml", *(f"rank_0000{rank}.safetensors" for rank in range(3))]
 
 
 def save_on_a_full_disk(rank, world_size, folder):
