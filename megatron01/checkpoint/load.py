@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -9,7 +10,14 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron01.checkpoint import manifest
-from megatron01.checkpoint.storage import StoredTensor, check_tensors, file_of_rank, read_header, read_tensors
+from megatron01.checkpoint.storage import (
+    check_tensors,
+    file_of_rank,
+    header_from_json,
+    header_to_json,
+    read_header,
+    read_tensors,
+)
 from megatron01.config import CheckpointConfig
 from megatron01.config.yaml_files import flat_settings, load_plain_yaml, parse_plain_yaml
 from megatron01.errors import UserError
@@ -37,13 +45,9 @@ def load_checkpoint(
         own = read_header(checkpoint / file_of_rank(group.rank))
         check_tensors(own, replica, checkpoint)
     # each rank reads one header, and tells the others where its share of the replicated tensors lies
-    shares = group.gather({name: place.to_json() for name, place in own.items() if name not in replica})
+    shares = group.gather(header_to_json({name: place for name, place in own.items() if name not in replica}))
     with failing_together(group, "loading the checkpoint"):
-        shared = {
-            name: StoredTensor.from_json(place)
-            for share in shares[group.rank % size :: size]
-            for name, place in share.items()
-        }
+        shared = dict(ChainMap(*map(header_from_json, shares[group.rank % size :: size])))
         check_tensors(shared, replicated, checkpoint)
     with failing_together(group, "loading the checkpoint"):
         read_tensors(checkpoint, shared, replicated)

@@ -32,6 +32,9 @@ ERRORS = {
 }
 """The buffers of error feedback by what was quantized: exchanged steps (``error``), and gradients."""
 
+Header = Mapping[str, storage.StoredTensor]
+"""The tensors in a file, by name."""
+
 _SLICE_NAME = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 
 
@@ -102,8 +105,9 @@ def load_average(
     before the checkpoint has been found to fit. Raises UserError on every rank, if the checkpoint is damaged, or lacks
     a tensor.
     """
+    headers = read_headers(checkpoint, metadata, group)
     with failing_together(group, "loading the checkpoint"):
-        saved = SavedState(checkpoint, metadata, layout)
+        saved = SavedState(checkpoint, metadata, layout, headers)
         for piece in state.replicated:
             saved.require(piece, 1)
         for piece in state.average:
@@ -126,12 +130,15 @@ def load_average(
 
 
 class SavedState:
-    """The named state in a checkpoint, of all ranks that wrote it; ``layout``: the elements that this rank needs.
+    """The named state in a checkpoint, of all ranks that wrote it.
 
-    Raises UserError if a file is damaged, or an entry is malformed.
+    ``layout``: the elements that this rank needs; ``headers``: by ``read_headers``. Raises UserError if an entry is
+    malformed.
     """
 
-    def __init__(self, checkpoint: Path, metadata: CheckpointMetadata, layout: ShardLayout) -> None:
+    def __init__(
+        self, checkpoint: Path, metadata: CheckpointMetadata, layout: ShardLayout, headers: Sequence[Header]
+    ) -> None:
         self._checkpoint = checkpoint
         self._layout = layout
         self._size = metadata.tensor_model_parallel_size
@@ -139,7 +146,7 @@ class SavedState:
         self._is_repartitioned = self._size != layout.size
         # saved ranks that held the same elements, with different m and u
         self.num_copies = metadata.world_size // (self._size * self._shards)
-        self.tensors = read_headers(checkpoint, metadata)
+        self.tensors = headers
         with storage.damage_named(checkpoint, "slices of optimizer state"):
             self._slices = [_by_stem(tensors) for tensors in self.tensors]
             self._error_shares = [read_shares(values) for values in metadata.replicas]
@@ -235,12 +242,25 @@ class SavedState:
                 yield low - first, values
 
 
-def read_headers(checkpoint: Path, metadata: CheckpointMetadata) -> list[dict[str, storage.StoredTensor]]:
-    """For each saved rank, the tensors in its file, by name; UserError if a file is missing or damaged."""
-    for rank in range(metadata.world_size):
-        if storage.file_of_rank(rank) not in metadata.files:
-            raise UserError(f"{checkpoint} holds no {storage.file_of_rank(rank)}; use another checkpoint")
-    return [storage.read_header(checkpoint / storage.file_of_rank(rank)) for rank in range(metadata.world_size)]
+def read_headers(checkpoint: Path, metadata: CheckpointMetadata, group: ReplicaGroup | None = None) -> list[Header]:
+    """For each saved rank, the tensors in its file, by name. Collective with ``group``, whose ranks share the reading.
+
+    Raises UserError, on every rank, if a file is missing or damaged.
+    """
+
+    def read(rank: int) -> Header:
+        name = storage.file_of_rank(rank)
+        if name not in metadata.files:
+            raise UserError(f"{checkpoint} holds no {name}; use another checkpoint")
+        return storage.read_header(checkpoint / name)
+
+    ranks = range(metadata.world_size)
+    if group is None:
+        return [*map(read, ranks)]
+    with failing_together(group, "loading the checkpoint"):
+        own = [[rank, storage.header_to_json(read(rank))] for rank in ranks[group.rank :: group.world_size]]
+    found = dict(entry for share in group.gather(own) for entry in share)
+    return [storage.header_from_json(found[rank]) for rank in ranks]
 
 
 def read_shares(replica_values: Mapping[str, Any]) -> dict[str, int]:
@@ -251,7 +271,7 @@ def read_shares(replica_values: Mapping[str, Any]) -> dict[str, int]:
     return shares
 
 
-def _by_stem(tensors: Mapping[str, storage.StoredTensor]) -> dict[str, list[tuple[int, int, storage.StoredTensor]]]:
+def _by_stem(tensors: Header) -> dict[str, list[tuple[int, int, storage.StoredTensor]]]:
     """(first, last, place) of each slice, by name without the range; ValueError if range and tensor differ in size."""
     found: dict[str, list[tuple[int, int, storage.StoredTensor]]] = {}
     for name, stored in tensors.items():

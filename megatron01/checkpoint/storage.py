@@ -75,15 +75,6 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def to_json(self) -> list[Any]:
-        """JSON values, from which ``from_json`` makes it again."""
-        return [self.file, self.offset, dtype_name(self.dtype), self.shape]
-
-    @classmethod
-    def from_json(cls, values: list[Any]) -> StoredTensor:
-        file, offset, dtype, shape = values
-        return cls(file, offset, getattr(torch, dtype), tuple(shape))
-
     def part(self, first: int, count: int) -> StoredTensor:
         """Elements ``first`` to ``first + count`` of it, flat."""
         return StoredTensor(self.file, self.offset + first * self.dtype.itemsize, self.dtype, (count,))
@@ -172,6 +163,19 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 if end - first != stored[name].num_bytes:
                     raise ValueError(f"{stored[name]} in {end - first} bytes")
         return stored
+
+
+def header_to_json(stored: Mapping[str, StoredTensor]) -> dict[str, list[Any]]:
+    """JSON values, from which ``header_from_json`` makes it again."""
+    return {name: [one.file, one.offset, dtype_name(one.dtype), one.shape] for name, one in stored.items()}
+
+
+def header_from_json(values: Mapping[str, list[Any]]) -> dict[str, StoredTensor]:
+    """The tensors by name that ``header_to_json`` took."""
+    return {
+        name: StoredTensor(file, offset, getattr(torch, dtype), tuple(shape))
+        for name, (file, offset, dtype, shape) in values.items()
+    }
 
 
 def read_tensors(checkpoint: Path, stored: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> None:

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from megatron01.checkpoint import manifest
-from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice
+from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice, read_headers
 from megatron01.checkpoint.save import save_checkpoint
 from megatron01.config import (
     BertDataConfig,
@@ -169,7 +169,7 @@ def _read_weights(checkpoint: Path, metadata: manifest.CheckpointMetadata, confi
     """The master weights x, fp32, by parameter name."""
     layout = ShardLayout(metadata.parameters, partitions_for(config.model, metadata.parameters))
     try:
-        saved = SavedState(checkpoint, metadata, layout)
+        saved = SavedState(checkpoint, metadata, layout, read_headers(checkpoint, metadata))
         for name, shape in metadata.parameters.items():
             saved.require(StateSlice("x", name, 0, torch.empty(math.prod(shape), device="meta")), 1)
     except UserError:

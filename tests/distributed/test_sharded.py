@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, existing_folder, open_checkpoint, read_metadata
-from megatron01.checkpoint.reshard import SHARES, SavedState, ShardLayout, StateSlice, load_average, named_tensors
+from megatron01.checkpoint.reshard import (
+    SHARES,
+    SavedState,
+    ShardLayout,
+    StateSlice,
+    load_average,
+    named_tensors,
+    read_headers,
+)
 from megatron01.comm import Topology
 from megatron01.comm.payload import OwnedBlocks
 from megatron01.comm.topology import build_topology, open_shard_group
@@ -435,7 +443,7 @@ def test_a_checkpoint_whose_shards_make_no_whole_is_refused(tmp_path: Path) -> N
 
 
 def _require_all(checkpoint: Path, saved: CheckpointMetadata) -> None:
-    state = SavedState(checkpoint, saved, LAYOUT)
+    state = SavedState(checkpoint, saved, LAYOUT, read_headers(checkpoint, saved))
     for key in ("x", "v", "m", "u"):
         for name, shape in SHAPES.items():
             copies = 1 if key in ("x", "v") else state.num_copies
