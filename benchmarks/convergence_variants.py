@@ -102,6 +102,8 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
         "eighth": {**FOUR_BITS, "local_scale": 0.125},
         "common": {**FOUR_BITS, "local_momentum": "common"},
         "common_from_4": {**FOUR_BITS, "local_momentum": "common", **FROM_4},
+        "common_delayed": {**FOUR_BITS, "local_momentum": "common", "delay_synchronization": True},
+        "delayed": {**FOUR_BITS, "delay_synchronization": True},
         "kappa32": {**FOUR_BITS, "variance_kappa": 32},
         "kappa64": {**FOUR_BITS, "variance_kappa": 64},
         "kappa64_from_4": {**FOUR_BITS, "variance_kappa": 64, **FROM_4},
