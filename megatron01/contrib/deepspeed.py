@@ -175,8 +175,11 @@ def _optimizer_type(value: str, file: Document) -> Values:
     return {"optimizer.optimizer": OPTIMIZERS[value]}
 
 
-def _one_bit_defaults(file: Document) -> Values:
-    """Settings in which DeepSpeed's 1-bit optimizers differ from those here; the file's learning rate assumes them."""
+def _one_bit_defaults(file: Document, precision: str) -> Values:
+    """Settings in which DeepSpeed's 1-bit optimizers differ from those here; the file's learning rate assumes them.
+
+    ``precision``: of the run, which the file need not choose.
+    """
     values: Values = {}
     if file.optimizer in _ONE_BIT:
         uncorrected = ("momentum_bias_correction", "variance_bias_correction")
@@ -184,7 +187,7 @@ def _one_bit_defaults(file: Document) -> Values:
     if file.optimizer in _ZERO_ONE:
         values |= {"optimizer.variance_decay": "per_refresh", "optimizer.local_scale": 1.0}
         if "communication_data_type" not in file.given:
-            values["optimizer.gradient_wire_dtype"] = file.precision
+            values["optimizer.gradient_wire_dtype"] = precision
     return values
 
 
@@ -470,10 +473,11 @@ def translate(
             sets[name] = field.settings(given[name], file)
         elif field.default is not None and name not in flat and _may_have(given, name):
             defaults[name] = field.settings(field.default, file)
+    decided = {key: value for values in sets.values() for key, value in values.items()}
     chosen = OPTIMIZERS.get(file.optimizer)
     if chosen is not None and from_flags.get("optimizer.optimizer", chosen) == chosen:
-        defaults["optimizer.type"] = _one_bit_defaults(file)
-    decided = {key: value for values in sets.values() for key, value in values.items()}
+        precision = {**from_files, **decided, **from_flags}.get("training.precision", TrainingConfig.precision)
+        defaults["optimizer.type"] = _one_bit_defaults(file, precision)
     set_by = {key: name for name, values in sets.items() for key in values}
     known = {*file.settings, *decided}
     suggested = {key: value for weak in defaults.values() for key, value in weak.items() if key not in known}

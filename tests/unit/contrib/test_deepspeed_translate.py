@@ -256,6 +256,17 @@ def test_precision_and_gradients(content: dict[str, Any], expected: dict[str, An
 
 
 @pytest.mark.parametrize(
+    ("content", "flags", "expected"),
+    [({}, {}, "bf16"), ({"fp16": {"enabled": True}}, {}, "fp16"), ({}, {"training.precision": "fp16"}, "fp16")],
+)
+def test_full_steps_send_gradients_in_the_type_of_the_run(
+    content: dict[str, Any], flags: dict[str, Any], expected: str
+) -> None:
+    sources = {"from_files": {"training.precision": "bf16"}, "from_flags": flags}
+    assert values(optimizer("ZeroOneAdam") | content, **sources)["gradient_wire_dtype"] == expected
+
+
+@pytest.mark.parametrize(
     "content",
     [
         optimizer("Adam", bias_correction=False),
