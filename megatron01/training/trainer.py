@@ -409,6 +409,7 @@ class Trainer:
         self.group.progress.pause()
         saved, notes, self._changed_settings = self._saved.load(folder, iteration)
         self.iteration, self.consumed_samples = saved.iteration, saved.consumed_samples
+        self._save_is_due = False
         if self.config.checkpoint.saves_in(folder):
             self.checkpoints.saved_iteration = iteration
         return notes

@@ -325,6 +325,26 @@ def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimi
     assert_same_state(iteration_folder(tmp_path / "saved", 24), iteration_folder(tmp_path / "saved2", 24))
 
 
+def roll_back_and_report(rank, world_size, config, first, last):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        pretrain(config, GPT.build_datasets, GPT.build_model, spoiled(GPT, first, last))
+    return output.getvalue()
+
+
+def test_a_save_that_waited_for_a_synchronization_is_not_due_after_a_roll_back(corpus, tmp_path):
+    """Those of 9 and 18 wait for 12 and 20, at which the run goes back."""
+    config = with_settings(
+        rolling_back(corpus, tmp_path, sync_policy="constant:4", variance_freeze_step=3),
+        save_when_synchronized=True,
+        save_interval=9,
+        train_iters=24,
+    )
+    output, _ = run_ranks(roll_back_and_report, 2, config, 19, 20)
+    assert "rolled back from iteration 20 to 12" in output
+    assert sorted(path.name[-2:] for path in (tmp_path / "saved").glob("iter_*")) == ["12", "20", "24"]
+
+
 def without_gradients(script, first, last):
     """The script's forward step, whose gradients are NaN, and the loss as it is, from step ``first`` up to ``last``."""
     steps = iter(range(1, 1_000_000))
@@ -418,17 +438,10 @@ def test_no_roll_back_to_samples_of_another_order(corpus, tmp_path):
     assert read_tracker(tmp_path / "saved") == 15 and iteration_folder(tmp_path / "saved", 15).exists()
 
 
-def roll_back_to_other_replicas(rank, world_size, config):
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        pretrain(config, GPT.build_datasets, GPT.build_model, spoiled(GPT, 1, 2))
-    return output.getvalue()
-
-
 def test_a_roll_back_to_the_state_of_other_replicas_says_that_it_is_averaged(corpus, tmp_path):
     config = rolling_back(corpus, tmp_path, global_batch_size=12)
     assert run_together(config) == [[None], [None]]
-    output, *_ = run_ranks(roll_back_to_other_replicas, 3, with_settings(config, train_iters=18))
+    output, *_ = run_ranks(roll_back_and_report, 3, with_settings(config, train_iters=18), 1, 2)
     start, after = output.split("rolled back from iteration 16 to 10")
     warning = "WARNING: the checkpoint is of 2 replica(s), this run of 3 replica(s)"
     assert start.count(warning) == 1 and after.count(warning) == 1
@@ -440,7 +453,7 @@ def test_a_roll_back_to_smaller_batches_finds_samples_for_all_steps(corpus, tmp_
     config = rolling_back(corpus, tmp_path, global_batch_size=4, data_path=blend)
     assert run_together(config) == [[None], [None]]
     resumed = with_settings(config, global_batch_size=8, train_iters=20)
-    output, *_ = run_ranks(roll_back_to_other_replicas, 2, resumed)
+    output, *_ = run_ranks(roll_back_and_report, 2, resumed, 1, 2)
     assert "rolled back from iteration 16 to 10" in output
     assert read_tracker(tmp_path / "saved") == 20
     assert read_metadata(iteration_folder(tmp_path / "saved", 20)).consumed_samples == 10 * 4 + 10 * 8
