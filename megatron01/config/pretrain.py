@@ -178,8 +178,8 @@ class CheckpointConfig(Bounded):
     save_interval: Positive[int] = 1000
     """Steps between two checkpoints; the last step is always saved."""
     save_when_synchronized: bool = False
-    """Put a save that is due off to the next synchronization, at most max_sync_interval - 1 steps later: then all
-    replicas have the same momentum, which one saves, and a checkpoint is several times smaller."""
+    """Put a save that is due off to the next synchronization, less than an interval later: then all replicas have the
+    same momentum, which one saves, and a checkpoint is several times smaller."""
     async_save: bool = False
     """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
     load: str | None = None
@@ -259,7 +259,7 @@ class DistributedConfig(Bounded):
     """Checksum every payload of an exchange: a bit flipped on the way ends the run instead of corrupting it."""
     replica: Literal["process", "node"] = "process"
     """What is one replica, with weights of its own between synchronizations: process: each process; node: all processes
-    of a node, which average their gradients in 16 bits at every step."""
+    of a node, which average their gradients in 16 or 32 bits at every step."""
     shard_optimizer: bool = False
     """With --replica node: shard the optimizer state over the processes of a node (ZeRO)."""
     hierarchical: Literal["auto", "on", "off"] = "auto"
