@@ -33,6 +33,13 @@ def gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays
     return pull
 
 
+def uneven_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
+    """An element's gradient is far smaller than others of its block; it takes part in the exchange all the same."""
+    pull = gradients(weights, replica, step, seed)
+    pull[-1][0] *= 3e-4
+    return pull
+
+
 def opposed_gradients(weights: Arrays, replica: int, step: int, seed: int = 0) -> Arrays:
     """Gradients whose mean over each two replicas is far shorter than they are."""
     noise = gradients(weights, 0, step, seed + 1)

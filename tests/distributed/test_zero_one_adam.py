@@ -22,6 +22,7 @@ from tests.distributed.replays import (
     gradients,
     initial_weights,
     opposed_gradients,
+    uneven_gradients,
 )
 from tests.reference.zero_one_adam import Reference, Settings
 from tests.tiers import slow_after
@@ -81,7 +82,10 @@ CASES: dict[str, Case] = {
         lr_scale=(1.0, 0.5, 1.0, 0.3, 2.0),
     ),
     "doubling": Case(
-        ZeroOneAdam, CONSTANT, {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2}
+        ZeroOneAdam,
+        CONSTANT,
+        {"sync_policy": "doubling:5,8", "variance_freeze_step": 30, "variance_kappa": 2},
+        gradients=uneven_gradients,
     ),
     "schedule from 1 on": Case(
         ZeroOneAdam, COSINE, {"sync_policy": "schedule", "max_grad_norm": 5.0, "variance_kappa": 3}

@@ -67,16 +67,6 @@ class Clipping:
         return clipped(gradients, self.max_norm, self.ratio if self.by == "mean" and self.ratio else 1.0)
 
 
-def live_elements(variance: np.ndarray, threshold: float, block_size: int) -> np.ndarray:
-    """Elements whose sqrt(v) is above the threshold times its mean over their block."""
-    roots = np.sqrt(variance).ravel()
-    active = np.zeros(roots.shape, dtype=bool)
-    for start in range(0, roots.size, block_size):
-        block = slice(start, start + block_size)
-        active[block] = roots[block] > threshold * roots[block].mean()
-    return active.reshape(variance.shape)
-
-
 class OneBitMean:
     """Algorithm 2 of 0/1 Adam: every replica, and then the server, sends a quantized sum of value and error.
 

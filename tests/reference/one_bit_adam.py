@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.reference.exchange import Arrays, Clipping, SignMean, live_elements, mean_of
+from tests.reference.exchange import Arrays, Clipping, SignMean, mean_of
 
 
 @dataclass
@@ -25,7 +25,6 @@ class Settings:
     momentum_correction: bool = True
     block_size: int = 1024
     compress: bool = True
-    threshold: float = 1e-3
     step_bound: float | None = 3.0
     max_norm: float | None = None
     clip_by: str = "mean"
@@ -109,9 +108,7 @@ class OneBitAdamReference:
             return values[0]
         if not self.settings.compress:
             return mean_of(values)
-        return self.exchange.mean(
-            p, values, live_elements(self.v[p], self.settings.threshold, self.settings.block_size)
-        )
+        return self.exchange.mean(p, values, self.v[p] > 0)
 
     def _look(self) -> None:
         """Freeze v once its norm hardly grew in its time constant, 1 / (1 - beta2) steps; checked ten times in that."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.reference.exchange import Arrays, Clipping, SignMean, live_elements, mean_of
+from tests.reference.exchange import Arrays, Clipping, SignMean, mean_of
 
 
 def interval_from_schedule(
@@ -57,7 +57,6 @@ class Settings:
     floor: float = 0.9
     block_size: int = 1024
     compress: bool = True
-    threshold: float = 1e-3
     step_bound: float | None = 1.0
     common_momentum: bool = False  # m changes at synchronizations only, and u is a sum of gradients
     local_scale: float | None = None  # share of u that shows in a replica's weights before a synchronization
@@ -162,9 +161,7 @@ class Reference:
             whole = (
                 values[0]
                 if self.equal
-                else self.exchange.mean(
-                    p, values, live_elements(self.v[p], self.settings.threshold, self.settings.block_size)
-                )
+                else self.exchange.mean(p, values, self.v[p] > 0)
                 if self.settings.compress
                 else mean_of(values)
             )
