@@ -37,6 +37,7 @@ from megatron01.models import GPT2, Bert
 from megatron01.models.cross_entropy import CHUNK_BYTES, SOFTMAX_ELEMENTS, VocabularyLoss, cross_entropy, row_chunks
 from megatron01.models.layers import SelfAttention
 from megatron01.models.tensor_parallel import shard_shapes
+from megatron01.optim.schedule import build_schedule
 from megatron01.utils.files import shipped
 from megatron01.utils.precision import DTYPES
 
@@ -274,6 +275,8 @@ def memory(
             elements = _owned_blocks(config, blocks, bucket, processes_per_node) * config.block_size
             processes_per_node = 1
         state = flat_state_bytes(config, nodes, processes_per_node, elements)
+        if nodes * processes_per_node > 1 and gradient_code_bits(config) is not None and _averages_in_between(run):
+            exchange += ELEMENT_BYTES[config.state_dtype] * elements  # u is not free to take the new residual
         exchange += _exchange_bytes(
             config, nodes, processes_per_node, elements, precision, on_gpu=on_gpu, reduces_inside=not replica_is_node
         )
@@ -282,6 +285,13 @@ def memory(
         step = max(step, weights + _TORCH_UPDATE_BYTES * min(elements, _TORCH_UPDATE_ELEMENTS))
     step += 4 * parameters if accumulates_in_fp32(run, micro_batches) else 0  # beside 16-bit gradients
     return Memory(weights=weights, state=state, exchange=exchange, passes=step, saved=passes.saved)
+
+
+def _averages_in_between(run: PretrainConfig) -> bool:
+    """True if a full step does not follow a synchronization."""
+    schedule = build_schedule(run.optimizer, run.training.train_iters)
+    steps = find_optimizer(run.optimizer.optimizer).steps(run.optimizer, schedule, run.training.train_iters)
+    return bool((steps.full[1:] & ~steps.synchronizes[:-1]).any())
 
 
 def accumulates_in_fp32(config: PretrainConfig, num_micro_batches: int) -> bool:

@@ -110,6 +110,46 @@ def test_state_is_what_an_optimizer_holds(name: Any, state_dtype: Any) -> None:
             assert planned.state - live == pytest.approx(real, abs=4 * settings.block_size)
 
 
+def allocates_for_residuals(rank: int, world_size: int, config: PretrainConfig) -> bool:
+    """Whether u is not free for the new residual of quantized gradients at some full step of a run."""
+    model = build(config)
+    steps = config.training.train_iters
+    optimizer: Any = build_optimizer(model, config, build_schedule(config.optimizer, steps), dist.group.WORLD)
+    allocated = []
+    begin = optimizer._quantized.begin
+
+    def watched(loss_scale: float) -> None:
+        begin(loss_scale)
+        allocated.append(optimizer._quantized._value is not optimizer._local.u)
+
+    optimizer._quantized.begin = watched
+    for _ in range(steps):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    return any(allocated)
+
+
+@pytest.mark.parametrize("warm_up", [4, 5])
+def test_full_steps_that_do_not_follow_a_synchronization_need_more(warm_up: int) -> None:
+    """With intervals of 2 after an odd warm-up."""
+    config = dataclasses.replace(
+        gpt_config(),
+        optimizer=OptimizerConfig(lr=1e-3, lr_warmup_iters=warm_up, variance_kappa=4),
+        training=TrainingConfig(train_iters=16),
+    )
+    found = run_ranks(allocates_for_residuals, 2, config)
+    assert found == [warm_up == 5] * 2
+
+    def exchange(**changes: Any) -> int:
+        run = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **changes))
+        passes = PassBytes(0, 0, 0)
+        layout: Any = {"nodes": 1, "processes_per_node": 2, "parameter_sizes": (1024 * 9,), "on_gpu": False}
+        return memory(run, passes=passes, **layout).exchange
+
+    assert exchange() - exchange(lr_warmup_iters=4) == (4 * 9 * 1024 if found[0] else 0)
+
+
 def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> list[tuple[int, int, Memory]]:
     """By optimizer: bytes of its state, of all storages that it has allocated, and what was planned."""
     found = []
