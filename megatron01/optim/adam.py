@@ -364,6 +364,10 @@ class Adam(TakesSchedule):
         """True: replicas have no state of their own but scalars."""
         return True
 
+    def averages_from(self, step: int) -> bool:
+        """True: all steps average gradients."""
+        return True
+
     @property
     def owned(self) -> None:
         """None: this process holds the state of all parameters."""

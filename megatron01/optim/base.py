@@ -929,6 +929,10 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         """True right after a synchronization: m is the same bits on all replicas, and u counts as 0."""
         return self._local.is_fresh and self._local.since_sync.agrees
 
+    def averages_from(self, step: int) -> bool:
+        """False if it is known that no full step comes from ``step`` on: residuals of gradients are not used then."""
+        return True
+
     def replicated_state(self) -> dict[str, Tensor]:
         """Flat buffers that are bit-identical on all replicas: x (fp32[elements]), and v ([elements]) if replicated."""
         self.finish_delayed()

@@ -123,9 +123,10 @@ class VariancePolicy:
         distance = self._distance(step)
         return (step - self._kappa * (distance - 1)) % distance == 0
 
-    def is_last(self, step: int) -> bool:
-        """Whether ``step``, which is in T_v, is the last one there."""
-        return not self.refreshes(step + self._distance(step))
+    def has_ended(self, step: int) -> bool:
+        """Whether no step from ``step`` on is in T_v."""
+        distance = self._distance(step)
+        return not self.refreshes(step + (self._kappa * (distance - 1) - step) % distance)
 
     def _distance(self, step: int) -> int:
         """Steps between two refreshes: number a * kappa to (a + 1) * kappa - 1 start at kappa (2^a - 1), 2^a apart."""

@@ -127,9 +127,12 @@ class ZeroOneAdam(FlatOptimizer):
         sync = self._sync_policy
         return StepPlan(self._variance_policy.refreshes(step), sync.synchronizes(step), sync.interval(step))
 
+    def averages_from(self, step: int) -> bool:
+        return not self._variance_policy.has_ended(step)
+
     def _averaged(self, coefficients: Coefficients) -> None:
         super()._averaged(coefficients)
-        if self._variance_policy.is_last(self.step_count):
+        if self._variance_policy.has_ended(self.step_count + 1):
             self._after_last_refresh()
 
     def _coefficients(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,16 @@ from torch import nn
 
 from megatron01.checkpoint.load import changed_settings, load_checkpoint
 from megatron01.checkpoint.manifest import CheckpointMetadata, open_checkpoint
-from megatron01.checkpoint.reshard import SHARES, AveragedState, ShardLayout, StateSlice, load_average, named_tensors
+from megatron01.checkpoint.reshard import (
+    ERRORS,
+    SHARES,
+    AveragedState,
+    ShardLayout,
+    StateSlice,
+    load_average,
+    named_tensors,
+    read_shares,
+)
 from megatron01.checkpoint.save import RunState
 from megatron01.checkpoint.storage import damage_named, file_of_rank, read_header
 from megatron01.config import PretrainConfig
@@ -120,11 +129,15 @@ class NamedState:
 Buffers = dict[str, torch.Tensor]
 
 
-def as_saved(replicated: Buffers, own: Buffers, *, synchronized: bool) -> tuple[Buffers, Buffers]:
+def as_saved(
+    replicated: Buffers, own: Buffers, *, synchronized: bool, without: Collection[str] = ()
+) -> tuple[Buffers, Buffers]:
     """The buffers that a checkpoint has: right after a synchronization m is replicated, and u, which is 0, missing."""
-    if not synchronized or "m" not in own:
-        return replicated, own
-    return replicated | {"m": own["m"]}, {key: buffer for key, buffer in own.items() if key not in ("m", "u")}
+    own = {key: buffer for key, buffer in own.items() if key not in without}
+    if synchronized and "m" in own:
+        replicated = replicated | {"m": own.pop("m")}
+        del own["u"]
+    return replicated, own
 
 
 def _in_memory_order(key: str, name: str, tensor: torch.Tensor) -> StateSlice:
@@ -153,17 +166,8 @@ def meter_state(saved: CheckpointMetadata, rank: int, tp_ranks: TensorParallelRa
     return shared
 
 
-def _averaged_in_words(
-    saved: CheckpointMetadata,
-    current: CheckpointMetadata,
-    averaged: AveragedState,
-    shares: Iterable[str],
-    changed: Iterable[str],
-) -> str:
-    """Message on what was averaged; ``shares``: this run's error buffers; ``changed``: settings."""
-    was_quantized, is_quantized = (
-        any(name.startswith("gradient_") for name in names) for names in (saved.replicas[0].get(SHARES, {}), shares)
-    )
+def _averaged_in_words(saved: CheckpointMetadata, current: CheckpointMetadata, averaged: AveragedState) -> str:
+    """Message on what was averaged."""
     before, now = _layout_in_words(saved), _layout_in_words(current)
     done = []
     if saved.tensor_model_parallel_size != current.tensor_model_parallel_size:
@@ -175,13 +179,6 @@ def _averaged_in_words(
         done.append(f"the error feedback of all (mean of norm {norm:.3g} here) was shared out")
     if before != now:
         what = f"the checkpoint is of {before}, this run of {now}"
-    elif was_quantized != is_quantized and any("gradient_wire_dtype" in setting for setting in changed):
-        before, now, became = ("quantized", "exact", "dropped") if was_quantized else ("exact", "quantized", "set to 0")
-        what = (
-            f"full steps sent {before} gradients in the checkpoint's run, and send {now} ones now"
-            " (gradient_wire_dtype), so the run does not go on to the bit"
-        )
-        done.append(f"that of gradients was {became}")
     else:
         what = f"the checkpoint is of {before} in another arrangement than this run's"
     return f"{what}: {', '.join([*done, 'dropout draws new random numbers'])}"
@@ -215,8 +212,12 @@ class SavedRun:
         owned, synchronized = self.optimizer.owned, self.optimizer.is_synchronized
         # all processes of a node have the frozen parameters, and one of them saves them
         state = self._named_state(with_frozen=owned is None or owned.number == 0)
+        unused = () if self.optimizer.averages_from(iteration) else ERRORS["gradient_error"]
         replicated, own = as_saved(
-            self.optimizer.replicated_state(), self.optimizer.replica_state(), synchronized=synchronized
+            self.optimizer.replicated_state(),
+            self.optimizer.replica_state(),
+            synchronized=synchronized,
+            without=unused,
         )
         return RunState(
             metadata=replace(self._metadata(iteration, consumed_samples), synchronized=synchronized),
@@ -228,15 +229,16 @@ class SavedRun:
                 "health": self.health.state(),
                 "replica": self._replica,
                 "owned": self._owned,
-                SHARES: state.shares,
+                SHARES: {key: share for key, share in state.shares.items() if key not in unused},
             },
         )
 
     def load(self, folder: Path, iteration: int) -> tuple[CheckpointMetadata, list[str], list[str]]:
         """Restore optimizer, weights, meter, health checks and random-number generators from a checkpoint. Collective.
 
-        The same layout resumes to the bit. Another one continues from the average of the saved replicas. Raises
-        UserError on every rank, if it is damaged or does not fit this run.
+        The same layout resumes to the bit. Another one continues from the average of the saved replicas. Residuals of
+        gradients that the checkpoint lacks become 0. Raises UserError on every rank, if it is damaged or does not fit
+        this run.
 
         Returns:
             The checkpoint's metadata, notes for the user, and settings that differ from the saved ones.
@@ -245,19 +247,27 @@ class SavedRun:
         current = self._metadata(0, 0)
         checkpoint, saved = open_checkpoint(folder, iteration, current, group)
         buffers, random_numbers = optimizer.replica_state(), random_state(group.device)
-        of_all, of_rank = as_saved(optimizer.replicated_state(), buffers, synchronized=saved.synchronized)
-        own = state.replica(of_rank)
         is_same = current.world_size == saved.world_size
         is_same = is_same and current.tensor_model_parallel_size == saved.tensor_model_parallel_size
         with failing_together(group, "loading the checkpoint"):
+            with damage_named(checkpoint, "slices of optimizer state"):
+                values = saved.replicas[group.rank % saved.world_size]
+                shares = read_shares(values)
+            lacking = [key for key in ERRORS["gradient_error"] if key not in shares]
+            of_all, of_rank = as_saved(
+                optimizer.replicated_state(), buffers, synchronized=saved.synchronized, without=lacking
+            )
+            own = state.replica(of_rank)
             changed = changed_settings(checkpoint, dump_yaml(self.config))
             heads = [change for change in changed if change.startswith("model.num_attention_heads: ")]
             if heads:  # which change no parameter's shape
                 raise UserError(f"{checkpoint} is of another model: {heads[0]}; give the settings it was trained with")
             if is_same:
-                stored, values = read_header(checkpoint / file_of_rank(group.rank)), saved.replicas[group.rank]
+                stored = read_header(checkpoint / file_of_rank(group.rank))
                 is_same = own.keys() <= stored.keys() and stored["scalars"].shape == own["scalars"].shape
-                is_same = is_same and values.get(SHARES) == state.shares
+                # residuals of gradients may be missing there, or be of no use here
+                compared = {*shares, *state.shares} - (set(ERRORS["gradient_error"]) - (shares.keys() & state.shares))
+                is_same = is_same and all(shares.get(key) == state.shares.get(key) for key in compared)
                 is_same = is_same and values.get("replica", self._replica) == self._replica
                 is_same = is_same and values.get("owned") == self._owned
         notes = []
@@ -268,12 +278,14 @@ class SavedRun:
                 go_on()
             # for dropout: no saved generator state fits
             seed_replica(replica_seed(self.config.training.seed, iteration), self.shard.ranks.replica)
-            notes.append(_averaged_in_words(saved, current, averaged, state.shares, changed))
+            notes.append(_averaged_in_words(saved, current, averaged))
         else:
             replicated = named_tensors(state.replicated(of_all), state.layout)
             load_checkpoint(checkpoint, saved, replicated=replicated, replica=own | random_numbers, group=group)
             with failing_together(group, "loading the checkpoint"):
                 with damage_named(checkpoint, "numbers of the optimizer"):
+                    for key in buffers.keys() & lacking:
+                        buffers[key].zero_()
                     optimizer.load_state(optimizer.replicated_state(), buffers)
                 with damage_named(checkpoint, "random numbers"):
                     set_random_state(random_numbers, group.device)

@@ -219,20 +219,32 @@ def test_a_run_goes_on_with_another_number_of_replicas(corpus, tmp_path, optimiz
 
 
 def test_a_run_goes_on_with_gradients_of_another_type_and_says_so(corpus, tmp_path):
-    config = gpt_config(
-        corpus, save=str(tmp_path / "saved"), load="auto", run_dir=str(tmp_path / "run"), train_iters=27
-    )
-    for wire_dtype, iterations, words in (
-        ("4bit", 9, None),
-        ("fp32", 18, "sent quantized gradients in the checkpoint's run, and send exact ones now (gradient_wire_dtype)"),
-        ("4bit", 27, "sent exact gradients in the checkpoint's run, and send quantized ones now (gradient_wire_dtype)"),
+    """Residuals of gradients are dropped or 0 then, and all else goes on; from step 8 on, no gradient is sent."""
+
+    def config(name, wire_dtype, **changes):
+        folders = {"save": str(tmp_path / name), "run_dir": str(tmp_path / f"run {name}")}
+        return gpt_config(corpus, gradient_wire_dtype=wire_dtype, save_interval=1, **folders, **changes)
+
+    def saved(name, iteration):
+        return iteration_folder(tmp_path / name, iteration)
+
+    def residuals(name, iteration):
+        return {key.split("/")[1].split(".")[0] for key in stored_state(saved(name, iteration)) if "_error." in key}
+
+    assert run_together(config("whole", "4bit")) == [[None], [None]]
+    for name, wire_dtype, start, was in (
+        ("exact", "fp32", saved("whole", 3), "4bit"),
+        ("quantized", "4bit", saved("exact", 6), "fp32"),
+        ("frozen", "fp32", saved("whole", 12), "4bit"),
     ):
-        run = with_settings(config, gradient_wire_dtype=wire_dtype, train_iters=iterations)
-        ((message, output), (other, _)) = run_ranks(run_and_read, 2, run)
-        assert message is None and other is None and read_tracker(tmp_path / "saved") == iterations
-        warnings = [line for line in output.splitlines() if "error feedback of all" in line]
-        assert [words in line for line in warnings] == [True] * (words is not None)
-        assert "the checkpoint is of" not in output
+        (message, output), (other, _) = run_ranks(run_and_read, 2, config(name, wire_dtype, load=str(start)))
+        assert message is None and other is None
+        assert f"optimizer.gradient_wire_dtype: {wire_dtype}, was {was}" in output
+        assert "error feedback of all" not in output and "the checkpoint is of" not in output
+    assert_same_state(saved("whole", 18), saved("frozen", 18))
+    exchanged, of_gradients = ({f"{kind}{end}_error" for end in ("worker", "server")} for kind in ("", "gradient_"))
+    assert residuals("whole", 6) == residuals("quantized", 7) == exchanged | of_gradients
+    assert residuals("whole", 12) == residuals("exact", 6) == residuals("frozen", 18) == exchanged
 
 
 @pytest.mark.parametrize("delays", [True, False])
