@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import signal
@@ -160,7 +161,14 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_a_second_at_once(
     (tmp_path / "mpirun").chmod(0o755)
     calls = tmp_path / "calls"
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": str(calls), "DOCTOR": "no"}
-    script = subprocess.Popen([SCRIPT, "-m", "any"], env=environment, stderr=subprocess.PIPE, start_new_session=True)
+    script = subprocess.Popen(
+        [SCRIPT, "-m", "any"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # tests in the background of a shell ignore it, and a shell cannot trap what it was started to ignore
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
     for number_of_lines, _ in enumerate(ended.split(), 1):
         while not (calls.exists() and len(calls.read_text().split()) == number_of_lines):
             assert script.poll() is None
