@@ -47,7 +47,7 @@ def outdated(saved: Iterable[int], newest: int, keep_last: int | None, keep_ever
         return []
     before = sorted(iteration for iteration in saved if iteration < newest)
     every = keep_every or sys.maxsize
-    first = [now for previous, now in pairwise([0, *before]) if now // every > previous // every]
+    first = {now for previous, now in pairwise([0, *before]) if now // every > previous // every}
     return [iteration for iteration in before[::-1][keep_last - 1 :] if iteration not in first]
 
 
