@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -47,7 +46,8 @@ def load_checkpoint(
     # each rank reads one header, and tells the others where its share of the replicated tensors lies
     shares = group.gather(header_to_json({name: place for name, place in own.items() if name not in replica}))
     with failing_together(group, "loading the checkpoint"):
-        shared = dict(ChainMap(*map(header_from_json, shares[group.rank % size :: size])))
+        headers = map(header_from_json, shares[group.rank % size :: size])
+        shared = {name: place for tensors in headers for name, place in tensors.items()}
         check_tensors(shared, replicated, checkpoint)
     with failing_together(group, "loading the checkpoint"):
         read_tensors(checkpoint, shared, replicated)
@@ -203,8 +203,8 @@ def roll_back(folder: Path, latest: int, group: ReplicaGroup, *, first_sample: i
             scope="job",
         )
     with failing_together(group, "rolling back"):
-        checkpoint = manifest.existing_folder(folder, iteration)
-        if manifest.read_metadata(checkpoint, group).consumed_samples < first_sample:
+        # every rank checks all files: rank 0 deletes later checkpoints before it hears of the others
+        if manifest.read_metadata(manifest.existing_folder(folder, iteration)).consumed_samples < first_sample:
             raise UserError(
                 f"the last checkpoint in {folder} to roll back to is of iteration {iteration}, from before the order of"
                 " the training samples changed; lower the learning rate, or undo what else was changed"

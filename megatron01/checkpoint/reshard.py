@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron01.checkpoint import storage
 from megatron01.checkpoint.manifest import CheckpointMetadata
+from megatron01.checkpoint.storage import Header
 from megatron01.errors import UserError
 from megatron01.parallel import ReplicaGroup, failing_together
 from megatron01.parallel.tensor_parallel import Partition
@@ -31,9 +32,6 @@ ERRORS = {
     "gradient_error": ("gradient_worker_error", "gradient_server_error"),
 }
 """The buffers of error feedback by what was quantized: exchanged steps (``error``), and gradients."""
-
-Header = Mapping[str, storage.StoredTensor]
-"""The tensors in a file, by name."""
 
 _SLICE_NAME = re.compile(r"(.+)\[(\d{1,18}):(\d{1,18})\]")
 

@@ -83,6 +83,10 @@ class StoredTensor:
         return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
+Header = Mapping[str, StoredTensor]
+"""The tensors in a file, by name."""
+
+
 @contextmanager
 def damage_named(path: Path, what: str = "") -> Iterator[None]:
     """Context in which a file or entry of a checkpoint is used, which may hold anything.
@@ -165,7 +169,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         return stored
 
 
-def header_to_json(stored: Mapping[str, StoredTensor]) -> dict[str, list[Any]]:
+def header_to_json(stored: Header) -> dict[str, list[Any]]:
     """JSON values, from which ``header_from_json`` makes it again."""
     return {name: [one.file, one.offset, dtype_name(one.dtype), one.shape] for name, one in stored.items()}
 

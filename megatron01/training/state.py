@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -127,13 +127,18 @@ class NamedState:
 
 
 Buffers = dict[str, torch.Tensor]
+ValueT = TypeVar("ValueT")
+
+
+def _without(values: Mapping[str, ValueT], without: Collection[str]) -> dict[str, ValueT]:
+    return {key: value for key, value in values.items() if key not in without}
 
 
 def as_saved(
     replicated: Buffers, own: Buffers, *, synchronized: bool, without: Collection[str] = ()
 ) -> tuple[Buffers, Buffers]:
     """The buffers that a checkpoint has: right after a synchronization m is replicated, and u, which is 0, missing."""
-    own = {key: buffer for key, buffer in own.items() if key not in without}
+    own = _without(own, without)
     if synchronized and "m" in own:
         replicated = replicated | {"m": own.pop("m")}
         del own["u"]
@@ -229,7 +234,7 @@ class SavedRun:
                 "health": self.health.state(),
                 "replica": self._replica,
                 "owned": self._owned,
-                SHARES: {key: share for key, share in state.shares.items() if key not in unused},
+                SHARES: _without(state.shares, unused),
             },
         )
 
@@ -253,6 +258,7 @@ class SavedRun:
             with damage_named(checkpoint, "slices of optimizer state"):
                 values = saved.replicas[group.rank % saved.world_size]
                 shares = read_shares(values)
+            own_shares = state.shares
             lacking = [key for key in ERRORS["gradient_error"] if key not in shares]
             of_all, of_rank = as_saved(
                 optimizer.replicated_state(), buffers, synchronized=saved.synchronized, without=lacking
@@ -266,8 +272,8 @@ class SavedRun:
                 stored = read_header(checkpoint / file_of_rank(group.rank))
                 is_same = own.keys() <= stored.keys() and stored["scalars"].shape == own["scalars"].shape
                 # residuals of gradients may be missing there, or be of no use here
-                compared = {*shares, *state.shares} - (set(ERRORS["gradient_error"]) - (shares.keys() & state.shares))
-                is_same = is_same and all(shares.get(key) == state.shares.get(key) for key in compared)
+                optional = [key for key in ERRORS["gradient_error"] if key not in shares or key not in own_shares]
+                is_same = is_same and _without(shares, optional) == _without(own_shares, optional)
                 is_same = is_same and values.get("replica", self._replica) == self._replica
                 is_same = is_same and values.get("owned") == self._owned
         notes = []
