@@ -43,6 +43,7 @@ lint: $(VENV)/.ready-for-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 
 docs: $(VENV)/.ready-for-docs
 	$(BIN)/mkdocs build --strict

@@ -41,7 +41,8 @@ def machine() -> str:
 
 def torchrun(processes: int) -> list[str]:
     """The command that starts so many processes on this machine; a program and its arguments follow."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    of_one_machine = ["--standalone", "--local-addr", "127.0.0.1"]  # its own name may resolve to nothing
+    return [sys.executable, "-m", "torch.distributed.run", *of_one_machine, "--nproc-per-node", str(processes)]
 
 
 def busy_cores(seconds: float = 1.0) -> float:

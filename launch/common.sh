@@ -36,10 +36,10 @@ fi
 
 # require_whole LEAST NAME VALUE ...: end if a value is no whole number of at least LEAST.
 require_whole() {
-    local least=$1
+    local least=$1 whole='^(0|[1-9][0-9]{0,8})$' # in a variable, as macOS's bash 3.2 wants it
     shift
     while [ $# -gt 0 ]; do
-        [[ $2 =~ ^(0|[1-9][0-9]{0,8})$ ]] && [ "$2" -ge "$least" ] ||
+        [[ $2 =~ $whole ]] && [ "$2" -ge "$least" ] ||
             fail "$1 is '$2'; expected a whole number of at least $least"
         shift 2
     done

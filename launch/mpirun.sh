@@ -57,7 +57,7 @@ variables=$(compgen -e | grep -E '^(NCCL|GLOO|WANDB|HF)_' || true)
 for variable in OMP_NUM_THREADS PYTHONPATH MASTER_PORT NO_COLOR FORCE_COLOR $variables; do
     [ -z "${!variable:-}" ] || mpirun+=(-x "$variable")
 done
-mpirun+=("${more[@]}")
+[ ${#more[@]} = 0 ] || mpirun+=("${more[@]}") # empty, it would count as unset for bash 3.2
 
 check=("$PYTHON" -m megatron01 doctor)
 [[ " $* " != *" --comm-backend mpi "* ]] || check+=(--comm-backend mpi)

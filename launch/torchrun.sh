@@ -41,8 +41,9 @@ if [ "$nodes" -gt 1 ]; then
     require_whole 1 "the port of RENDEZVOUS" "$port"
     check+=(--rdzv-backend c10d --rdzv-endpoint "$host:$((port + 1))" --rdzv-id "${JOB:-megatron01}_doctor")
 else
-    command+=(--standalone)
-    check+=(--standalone)
+    # the machine's own name, which torch would take, may resolve to nothing: it then tries for minutes
+    command+=(--standalone --local-addr 127.0.0.1)
+    check+=(--standalone --local-addr 127.0.0.1)
 fi
 check+=(-m megatron01 doctor)
 # Forward the signals that request a checkpoint (torchrun omits SIGUSR1 by default), and allow time to write it.

@@ -18,8 +18,9 @@ EXIT_USER_ERROR = 2
 EXIT_FAULT = 74  # EX_IOERR of sysexits.h
 
 _FAULTS = {
-    *(errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.ENOLINK),
+    *(errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ENOLINK),
     *(errno.ENOTCONN, errno.EHOSTDOWN, errno.ESHUTDOWN),
+    getattr(errno, "EREMOTEIO", errno.EIO),  # Linux has it, macOS does not
 }
 """errno values of failing disks and file servers, as opposed to mistakes of the user."""
 

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+TORCHRUN = (
+    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+    *("--local-addr", "127.0.0.1", "--nproc-per-node"),  # the machine's own name may resolve to nothing
+)
 
 
 def run(*words: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

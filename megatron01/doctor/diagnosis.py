@@ -23,6 +23,7 @@ from megatron01.parallel.launch import gloo_interface, interfaces, is_loopback, 
 from megatron01.parallel.process_groups import format_ranks
 from megatron01.parallel.rendezvous import own_versions
 from megatron01.utils.formatting import columns
+from megatron01.utils.system import usable_cores
 
 UNLIMITED = -1
 
@@ -59,7 +60,7 @@ def examine(environment: LaunchEnvironment, shared_folder: Path) -> Examination:
             (str(gpu.uuid), gpu.name, gpu.total_memory, gpu.major >= 8)
             for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
         ],
-        cores=len(os.sched_getaffinity(0)),
+        cores=len(usable_cores()),
         interfaces=[(interface.name, interface.address, interface.megabits) for interface in interfaces()],
         gloo=None if gloo is None else (gloo.name, gloo.address),
         gloo_variable=os.environ.get("GLOO_SOCKET_IFNAME", ""),

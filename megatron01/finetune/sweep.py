@@ -26,6 +26,7 @@ from megatron01.utils.formatting import columns, format_duration, markdown
 from megatron01.utils.precision import require_support, takes_gpu
 from megatron01.utils.process_pool import ProcessPool, Work, WorkerDied
 from megatron01.utils.signals import Stopped
+from megatron01.utils.system import usable_cores
 
 SECONDS_BETWEEN_STEPS = 60.0  # interval of progress reports where there is no progress bar
 
@@ -85,7 +86,7 @@ def run_in_processes(
     UserErrors of runs, and FaultError if a worker process dies.
     """
     places = [device for _ in range(jobs) for device in devices][: len(runs)]
-    num_threads = max(1, len(os.sched_getaffinity(0)) // len(places))
+    num_threads = max(1, len(usable_cores()) // len(places))
     try:
         with ProcessPool(_open_worker, [(open_bench, config, device, num_threads) for device in places]) as pool:
             for run in runs:

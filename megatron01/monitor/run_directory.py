@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.files import json_object_or_empty, text_or_empty, write_atomically
+from megatron01.utils.system import usable_cores
 
 
 def describe_run(
@@ -80,7 +81,7 @@ def hardware() -> dict[str, Any]:
         "host": socket.gethostname(),
         "system": platform.platform(),
         "processor": processor[1].strip() if processor else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(usable_cores()),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,

@@ -7,7 +7,6 @@ import functools
 import json
 import math
 import os
-import resource
 import sys
 import threading
 import time
@@ -25,6 +24,7 @@ from megatron01.monitor.wandb_writer import WandbWriter
 from megatron01.parallel import LaunchEnvironment
 from megatron01.utils.files import flush_to_disk, write_atomically, writing
 from megatron01.utils.formatting import format_bytes, format_count, format_duration, painter
+from megatron01.utils.system import peak_resident_bytes
 
 
 class Writer(Protocol):
@@ -321,4 +321,4 @@ def peak_memory() -> int:
 
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    return peak_resident_bytes()

@@ -11,6 +11,7 @@ import os
 import re
 import socket
 import struct
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -229,7 +230,7 @@ def environment_number(environ: Mapping[str, str], name: str, because_of: str) -
         raise UserError(f"{name} is {text!r}; expected a whole number") from None
 
 
-_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_SIOCGIFADDR = 0xC0206921 if sys.platform == "darwin" else 0x8915  # the IPv4 address of an interface
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from megatron01.parallel.process_groups import (
 from megatron01.parallel.program import ending_with_launcher
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, open_store, own_versions
 from megatron01.utils.formatting import one_line
+from megatron01.utils.system import usable_cores
 
 
 @contextmanager
@@ -229,7 +230,7 @@ def _replica_group(
 
 
 def _set_threads(group: ReplicaGroup, config: DistributedConfig) -> None:
-    cores = group.gather(sorted(os.sched_getaffinity(0)))
+    cores = group.gather(usable_cores())
     own_host = group.hosts[group.rank]
     neighbours = [own for own, host in zip(cores, group.hosts, strict=True) if host == own_host]
     # equal on all tensor-parallel ranks of a replica: the number of threads affects how sums are rounded

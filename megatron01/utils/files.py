@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import stat
+import sys
 import uuid
 from collections.abc import Iterator
 from io import FileIO
@@ -53,12 +54,13 @@ def text_or_empty(path: str) -> str:
         return ""
 
 
-_MANY_OPEN_FILES = 1 << 16
+_MANY_OPEN_FILES = 10_240 if sys.platform == "darwin" else 1 << 16  # macOS may refuse more than its OPEN_MAX
 
 
 def allow_many_open_files() -> None:
-    """Raise this process's soft limit of open files, usually 1024, to its hard limit, at most 65536.
+    """Raise this process's soft limit of open files to its hard limit, at most 65536 (macOS: 10240).
 
+    It is usually 1024 (256).
     Each memory-mapped array holds a file descriptor: a pair of token files with three splits has 13.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from megatron01.errors import UserError
-from megatron01.utils.files import json_object_or_empty, open_to_change, temporary_path, text_or_empty, writing
+from megatron01.utils.files import json_object_or_empty, open_to_change, temporary_path, writing
 from megatron01.utils.formatting import one_line
+from megatron01.utils.system import boot_id
 
 OWNER_NAME = "owner.json"
 BEAT_SECONDS = 5.0  # heartbeat interval: time between two touches of the file
@@ -212,7 +213,7 @@ def _own_entry() -> dict[str, Any]:
         "pid": os.getpid(),
         "job": os.environ.get("SLURM_JOB_ID") or ("" if run == "none" else run),
         "since": datetime.now().isoformat(" ", "seconds"),
-        "boot": text_or_empty("/proc/sys/kernel/random/boot_id"),
+        "boot": boot_id(),
         "token": uuid.uuid4().hex,
     }
 

@@ -39,6 +39,7 @@ from tests.integration.tiny import (
     stored_state,
     with_settings,
 )
+from tests.programs import TORCHRUN
 from tests.tiers import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -667,7 +668,7 @@ def test_sigterm_to_torchrun_saves_and_the_next_start_continues(corpus, tmp_path
     config = gpt_config(
         corpus, save=str(saved), load="auto", train_iters=100_000, num_workers=1, run_dir=str(tmp_path / "run")
     )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*TORCHRUN[1:], "2"]
     process = start(launcher, "--config", write_config(config, tmp_path))
     wait_for_line(tmp_path / "run", process)
     process.send_signal(signal.SIGTERM)
@@ -690,7 +691,7 @@ def test_ranks_end_with_their_launcher_and_the_same_command_goes_on(corpus, tmp_
     config = gpt_config(
         corpus, save=str(saved), load="auto", save_interval=20, train_iters=100_000, run_dir=str(tmp_path / "run")
     )
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [*TORCHRUN[1:], "2"]
     arguments = "--config", write_config(config, tmp_path)
     process = start(launcher, *arguments)
     wait_for_line(tmp_path / "run", process)

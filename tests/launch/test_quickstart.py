@@ -46,7 +46,7 @@ def test_a_dry_run_shows_the_commands_and_starts_nothing(tmp_path: Path) -> None
     sample, *runs = (shlex.split(line) for line in done.stdout.splitlines())
     assert sample == ["false", "-m", "megatron01", "data", "sample"]
     for words, model in zip(runs, ("gpt", "bert"), strict=True):
-        assert words[:4] == ["torchrun", "--standalone", "--nproc-per-node", "4"]
+        assert words[:6] == ["torchrun", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "4"]
         assert words[words.index("pretrain") + 1] == model and words[-2:] == ["--lr", "1e-3"]
     assert not list(tmp_path.iterdir())
 

@@ -65,7 +65,7 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_and_ends_with_the_same_bit
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [
-        ({}, ["--nnodes", "1", "--standalone", "--max-restarts", "3"]),
+        ({}, ["--nnodes", "1", "--standalone", "--local-addr", "127.0.0.1", "--max-restarts", "3"]),
         ({"MAX_RESTARTS": "9"}, ["--max-restarts", "9"]),
         ({"NODES": "4", "RENDEZVOUS": "host0:29400", "JOB": "mine"}, ["--rdzv-endpoint", "host0:29400", "mine"]),
     ],

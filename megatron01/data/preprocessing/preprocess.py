@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import glob
 import json
-import os
 import sys
 import time
 from collections import Counter
@@ -32,6 +31,7 @@ from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 from megatron01.errors import UserError
 from megatron01.utils.files import open_locked, write_atomically, writing
 from megatron01.utils.formatting import format_duration
+from megatron01.utils.system import usable_cores
 
 _PLACES_PER_REASON = 3
 
@@ -268,7 +268,7 @@ class _Run:
         total = before[-1] if all(source.size is not None for source in self._sources) else None
         workers = self._config.workers
         if workers is None:
-            workers = 1 if total is not None and total < _LITTLE_TEXT else len(os.sched_getaffinity(0))
+            workers = 1 if total is not None and total < _LITTLE_TEXT else len(usable_cores())
         start = self._record.position
         progress = ProgressBar(total, before[start.source] + start.consumed, self.summary, self._config.log_interval)
         chunks = read_chunks(self._sources, start)

@@ -14,6 +14,7 @@ from megatron01 import cli
 from megatron01.config import command_line
 from megatron01.errors import ErrorScope, UserError
 from megatron01.parallel.program import run_as_program
+from tests.programs import TORCHRUN
 from tests.tiers import slow_after
 
 
@@ -224,8 +225,7 @@ def test_a_rank_that_does_not_print_the_error_stays_until_the_other_has(tmp_path
     # torchrun ends all ranks as soon as one has failed, here before rank 0 has reached the error
     program = tmp_path / "program.py"
     program.write_text(FAILS_LATER_ON_RANK_0)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ended = subprocess.run([*torchrun, str(program)], capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run([*TORCHRUN, "2", str(program)], capture_output=True, text=True, check=False, timeout=60)
     assert ended.returncode == 1
     assert ended.stderr.count("[rank 0] error: a mistake\n") == 1
     assert "exitcode  : 2" in ended.stderr
