@@ -97,10 +97,11 @@ for ((faults = 0; ; faults++)); do
     "${mpirun[@]}" "${task[@]}" </dev/null &
     running=$!
     [ -z "$stopped" ] || kill -s TERM "$running" # the signal came between two starts
-    while kill -0 "$running" 2>/dev/null; do # a signal to this script interrupts wait
+    while # a signal to this script interrupts wait
         status=0
         wait "$running" || status=$?
-    done
+        kill -0 "$running" 2>/dev/null
+    do :; done
     [ -z "$stopped" ] || exit "$stopped"
     # 0 done; 2 an error in settings or data; 130, 143 stopped by a signal. All else is a fault
     case $status in 0 | 2 | 130 | 143) exit "$status" ;; esac

@@ -15,7 +15,7 @@
 #   INTERFACE=          network between the machines, where the libraries choose wrongly: see docs/launching.md
 #   DOCTOR=yes          check the machines first (megatron01 doctor); no: leave it out
 #   MAX_RESTARTS=3      restarts after faults; the next fault ends the run
-#   SHUTDOWN=120        seconds for a checkpoint after a signal, before the processes are killed
+#   SHUTDOWN=120        seconds for a checkpoint after a signal, before the processes are killed; older torch gives 30
 #   PYTHON=...          checks the settings first; .venv/bin/python if there is one, else python3
 set -euo pipefail
 
@@ -46,10 +46,10 @@ else
     check+=(--standalone --local-addr 127.0.0.1)
 fi
 check+=(-m megatron01 doctor)
-# Forward the signals that request a checkpoint (torchrun omits SIGUSR1 by default), and allow time to write it.
-command+=(--max-restarts "$restarts" --monitor-interval 1
-    --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout "$shutdown")
-command+=("$@" --load auto)
+command+=(--max-restarts "$restarts" --monitor-interval 1 "$@" --load auto)
+# Forward the signals that request a checkpoint (torchrun omits SIGUSR1 by default), and allow time to write it. Not as
+# flags, which torchrun refuses in torch 2.8 and older; there these variables have no effect.
+export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=$shutdown
 if [ ${#dry_run[@]} -gt 0 ]; then
     [ "$doctor" = no ] || show "${check[@]}"
     show "${command[@]}"

@@ -136,6 +136,16 @@ def test_it_starts_again_after_faults_alone(
     assert (tmp_path / "calls").read_text().split() == calls.split()
 
 
+def test_the_status_of_one_that_ends_before_this_script_looks_is_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text(FAKE)
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "statuses").write_text("2\n")
+    variables = {"CALLS": str(tmp_path / "calls"), "STATUSES": str(tmp_path / "statuses"), "OF_DOCTOR": "0"}
+    slow_machine = {"BASH_FUNC_kill%%": '() { sleep 0.5; builtin kill "$@"; }'}
+    done = start("pretrain_gpt.py", "--save", tmp_path, path=tmp_path, **variables, **slow_machine)
+    assert done.returncode == 2, done.stderr
+
+
 # Ends as Open MPI's does: with status 1 after SIGINT, which it would get from a terminal too; SIGUSR1 is passed on.
 PATIENT = """#!/bin/sh
 trap 'echo saved >>"$CALLS"; exit 0' USR1

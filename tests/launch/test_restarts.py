@@ -77,6 +77,18 @@ def test_the_command(variables, expected):
     assert words[-5:] == ["pretrain_gpt.py", "--save", "a folder", "--load", "auto"]
 
 
+def test_flags_that_older_versions_of_torchrun_refuse_are_given_as_variables(tmp_path):
+    (tmp_path / "torchrun").write_text('#!/bin/sh\necho "$PET_SIGNALS_TO_HANDLE $PET_SHUTDOWN_TIMEOUT $*"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    (tmp_path / "own.py").touch()
+    done = start(tmp_path / "own.py", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", SHUTDOWN="60")
+    signals, shutdown, *words = done.stdout.split()
+    assert signals == "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" and shutdown == "60"
+    known = {"--nnodes", "--nproc-per-node", "--standalone", "--local-addr"}
+    known |= {"--max-restarts", "--monitor-interval", "--load"}
+    assert {word for word in words if word.startswith("-")} == known
+
+
 def test_the_doctor_comes_first_and_meets_elsewhere():
     variables = {"NODES": "4", "RENDEZVOUS": "host0:29400", "DOCTOR": "yes", "INTERFACE": "ib0"}
     check, run = (shlex.split(line) for line in start("--dry-run", "pretrain_gpt.py", **variables).stdout.splitlines())
