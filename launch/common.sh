@@ -52,6 +52,11 @@ require_script() {
         fail "there is no file $1 (from $PWD); expected pretrain_gpt.py or pretrain_bert.py (or: pretrain gpt, pretrain bert)"
 }
 
+# require_torchrun: end if there is none, as where the environment is not activated.
+require_torchrun() {
+    command -v torchrun >/dev/null || fail "no torchrun on this machine; activate the environment: source .venv/bin/activate"
+}
+
 # settings_of PROCESSES COMMAND...: print what one of so many processes says to its settings; status 2 if they are wrong.
 settings_of() {
     RANK=0 WORLD_SIZE=$1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_ADDR=localhost \

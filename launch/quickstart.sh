@@ -11,15 +11,21 @@ require_whole 1 REPLICAS "$replicas"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 sample=("$PYTHON" -m megatron01 data sample)
-if [ ${#dry_run[@]} -gt 0 ]; then show "${sample[@]}"; else "${sample[@]}"; fi
+if [ ${#dry_run[@]} -gt 0 ]; then
+    show "${sample[@]}"
+else
+    require_torchrun
+    "${sample[@]}"
+fi
 for model in gpt2 bert; do # --local-addr: torch would take the machine's own name, which may resolve to nothing
     pretrain=(-m megatron01 pretrain "${model%2}" --config "$model/debug")
-    command=(torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$replicas" "${pretrain[@]}"
-        --save "checkpoints/${model}_debug" --load auto "$@")
+    all=("${pretrain[@]}" --save "checkpoints/${model}_debug" --load auto "$@")
+    command=(torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$replicas" "${all[@]}")
     if [ ${#dry_run[@]} -gt 0 ]; then
         show "${command[@]}"
         continue
     fi
+    require_settings "$replicas" "${all[@]}"
     echo
     echo "=== ${pretrain[*]}, $replicas replicas ==="
     "${command[@]}"

@@ -59,7 +59,7 @@ if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun wou
     fail "RENDEZVOUS names $host, a host that $(hostname) cannot find; give HOST:PORT of one of the machines"
 fi
 require_script "$1"
-command -v torchrun >/dev/null || fail "no torchrun on this machine; activate the environment: source .venv/bin/activate"
+require_torchrun
 require_settings $((nodes * replicas)) "$@" --load auto
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ "$doctor" = yes ] && ! "${check[@]}"; then

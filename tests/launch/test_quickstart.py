@@ -24,16 +24,19 @@ SHORT = {
 }
 
 
-def quickstart(folder: Path) -> str:
+def run_quickstart(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
     }
-    flags = [str(word) for pair in SHORT.items() for word in pair]
-    done = subprocess.run(
+    return subprocess.run(
         [ROOT / "launch" / "quickstart.sh", *flags],
         env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
+
+
+def quickstart(folder: Path) -> str:
+    done = run_quickstart(folder, *[str(word) for pair in SHORT.items() for word in pair])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -56,6 +59,14 @@ def test_the_number_of_replicas_is_a_number(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": "false", "REPLICAS": "two"}
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stderr == "error: REPLICAS is 'two'; expected a whole number of at least 1\n"
+
+
+def test_an_environment_that_is_not_activated_is_one_line(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
+    command = [ROOT / "launch" / "quickstart.sh"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: no torchrun on this machine; activate")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_clone_that_this_user_may_not_write_to_is_one_line() -> None:
@@ -88,6 +99,11 @@ def test_it_prepares_data_and_trains_both_models(finished: tuple[Path, str]) -> 
         assert [line["iteration"] for line in metrics] == [2, 3, 4, 6]
         assert [line["iteration"] for line in metrics if "eval_loss" in line] == [3, 6]
         assert metrics[-1]["comm_bytes"] > 0 and {line["sync_kind"] for line in metrics} >= {"full"}
+
+
+def test_a_wrong_flag_is_one_line(finished: tuple[Path, str]) -> None:
+    done = run_quickstart(finished[0], "--lr", "x")
+    assert done.returncode == 2 and done.stderr == "error: --lr is 'x'; expected a number\n"
 
 
 @pytest.mark.slow
