@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ def with_zero_one_adam(model: nn.Module, groups: list[dict[str, Any]], schedule:
 def with_one_bit_adam(model: nn.Module, groups: list[dict[str, Any]], schedule: LRSchedule) -> Training:
     """As with 0/1 Adam; the first 15 % of the steps are in full precision, as in its published experiments."""
     assert schedule.total_steps is not None
-    return compressed(model, OneBitAdam(groups, schedule, freeze_step=round(0.15 * schedule.total_steps)))
+    return compressed(model, OneBitAdam(groups, schedule, freeze_step=math.ceil(0.15 * schedule.total_steps)))
 
 
 def compressed(model: nn.Module, optimizer: ZeroOneAdam | OneBitAdam) -> Training:
