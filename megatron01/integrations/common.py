@@ -210,9 +210,7 @@ def _read_own(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any] | None:
         return None
     _require_files(folder, {own["rank"]}, saved)
     state = _read(folder / f"replica_{own['rank']}_of_{saved}.pt")
-    errors = {name: [list(blocks) for blocks in ranges] for name, (ranges, _) in state["error_places"].items()}
-    state["owner"] = {"errors": errors, **state["owner"]}  # which earlier states lack
-    return None if optimizer.owned is None and moved_errors(state, own, on_gpu=False) else state
+    return None if optimizer.owned is None and moved_errors(state, own) else state
 
 
 def _read_average(optimizer: FlatOptimizer, folder: Path) -> dict[str, Any]:

@@ -449,12 +449,9 @@ def owner(
     }
 
 
-def moved_errors(state: Mapping[str, Any], own: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
-    """Error buffers of a replica's state that belong to other elements than the same buffers of ``own``, an ``owner``.
-
-    Earlier states do not say to which; on GPUs the default buckets have changed since.
-    """
-    errors = state["owner"].get("errors", {} if on_gpu else own["errors"])
+def moved_errors(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """Error buffers of a replica's state that belong to other elements than those of ``own``, an ``owner``."""
+    errors = state["owner"].get("errors", {})  # which states of 0.1.0 lack: ``check_state_dict`` says so
     return [name for name, blocks in own["errors"].items() if name in state["replica"] and errors.get(name) != blocks]
 
 
@@ -481,7 +478,7 @@ def check_state_dict(
     portable = state.get("portable") if isinstance(state, Mapping) else None
     require_entries({"owner", "replicated", "param_groups", *(() if portable else ["replica"])}, state)
     given, groups = state["owner"], state["param_groups"]
-    require_entries(own.keys() - {"errors"}, given, "'s owner")  # which earlier states lack
+    require_entries(own, given, "'s owner")
     if isinstance(portable, Mapping):
         require_entries(("average", "errors", "scalars"), portable, "'s portable part")
     for group in groups:
@@ -502,7 +499,7 @@ def check_state_dict(
             f" of {own['world_size']}: each replica saves and loads a state_dict() of its own; portable_state_dict(),"
             " called on all replicas, gives one that any replica loads, of any number of them"
         )
-    moved = () if portable else moved_errors(state, own, on_gpu=x.device.type != "cpu")
+    moved = () if portable else moved_errors(state, own)
     if moved:
         raise UserError(
             f"{moved[0]} of the state belongs to other elements, as the buckets of its exchange are others: give the"
