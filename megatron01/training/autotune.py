@@ -61,11 +61,12 @@ def choose(
 
     Args:
         forward: returns the loss of one micro-batch, a scalar.
-        data_parallel_group: of this rank; None with a single replica.
+        data_parallel_group: of this rank; None with one process.
     """
-    if data_parallel_group is None:
+    if tp_ranks.num_replicas == 1:
         settings = without_others_settings(config.optimizer, baseline())
         return settings, f"auto: {baseline()}, as a single replica sends nothing"
+    assert data_parallel_group is not None
     device = group.device
     losses: list[torch.Tensor] = []
     [(forward_seconds, _), (backward_seconds, _)] = _medians(

@@ -89,6 +89,15 @@ def test_one_replica_sends_nothing(corpus: Path, tmp_path: Path, capsys: pytest.
     assert "auto: adam, as a single replica sends nothing" in capsys.readouterr().out
 
 
+def test_one_replica_of_several_processes_sends_nothing(corpus: Path, tmp_path: Path) -> None:
+    config = gpt_config(
+        corpus, auto=True, tensor_model_parallel_size=2, train_iters=4, lr_warmup_iters=2, eval_iters=0,
+        run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    assert run_together(config) == [[None], [None]]
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["optimizer"]["optimizer"] == "adam"
+
+
 def test_settings_of_the_optimizer_that_was_not_chosen_are_left_out(corpus: Path, tmp_path: Path) -> None:
     """Also when the run is resumed: the same command goes on."""
     config = gpt_config(
