@@ -289,8 +289,11 @@ def memory(
 
 def _averages_in_between(run: PretrainConfig) -> bool:
     """True if a full step does not follow a synchronization."""
+    spec = find_optimizer(run.optimizer.optimizer)
+    if "sync_policy" not in spec.planned_settings:  # every step synchronizes
+        return False
     schedule = build_schedule(run.optimizer, run.training.train_iters)
-    steps = find_optimizer(run.optimizer.optimizer).steps(run.optimizer, schedule, run.training.train_iters)
+    steps = spec.steps(run.optimizer, schedule, run.training.train_iters)
     return bool((steps.full[1:] & ~steps.synchronizes[:-1]).any())
 
 

@@ -150,6 +150,16 @@ def test_full_steps_that_do_not_follow_a_synchronization_need_more(warm_up: int)
     assert exchange() - exchange(lr_warmup_iters=4) == (4 * 9 * 1024 if found[0] else 0)
 
 
+def test_quantized_gradients_of_one_bit_adam_need_no_step_at_which_it_freezes() -> None:
+    """Training alone can tell that step, and the check at a start of a run asks for the memory before it."""
+    optimizer = OptimizerConfig(optimizer="one_bit_adam", lr=1e-3, lr_warmup_iters=2, gradient_wire_dtype="4bit")
+    config = dataclasses.replace(gpt_config(), optimizer=optimizer)
+    assert run_ranks(allocates_for_residuals, 2, config) == [False] * 2
+    layout: Any = {"nodes": 1, "processes_per_node": 2, "parameter_sizes": (1024 * 9,), "on_gpu": False}
+    known = dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, freeze_step=3))
+    assert memory(config, passes=PassBytes(0, 0, 0), **layout) == memory(known, passes=PassBytes(0, 0, 0), **layout)
+
+
 def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> list[tuple[int, int, Memory]]:
     """By optimizer: bytes of its state, of all storages that it has allocated, and what was planned."""
     found = []
