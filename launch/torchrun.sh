@@ -48,7 +48,7 @@ fi
 check+=(-m megatron01 doctor)
 command+=(--max-restarts "$restarts" --monitor-interval 1 "$@" --load auto)
 # Forward the signals that request a checkpoint (torchrun omits SIGUSR1 by default), and allow time to write it. Not as
-# flags, which torchrun refuses in torch 2.8 and older; there these variables have no effect.
+# flags, which torchrun refuses in older versions (both in torch 2.8); there these variables have no effect.
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 PET_SHUTDOWN_TIMEOUT=$shutdown
 if [ ${#dry_run[@]} -gt 0 ]; then
     [ "$doctor" = no ] || show "${check[@]}"
