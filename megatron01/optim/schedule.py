@@ -166,7 +166,7 @@ class TabulatedSchedule:
 
     def __post_init__(self) -> None:
         try:
-            rates = [float(rate) for rate in self.learning_rates]
+            rates = tuple(map(float, self.learning_rates))  # a copy: what is given may change later
         except (TypeError, ValueError):
             raise UserError(f"the table of learning rates is {self.learning_rates!r}; expected numbers") from None
         if not rates:
@@ -174,21 +174,22 @@ class TabulatedSchedule:
         for step, rate in enumerate(rates):
             if not 0 <= rate < math.inf:
                 raise UserError(f"the learning rate of step {step} is {rate}; expected a finite number of at least 0")
+        object.__setattr__(self, "learning_rates", rates)
 
     @cached_property
     def peak_lr(self) -> float:
-        return float(max(self.learning_rates))
+        return max(self.learning_rates)
 
     @cached_property
     def warmup_steps(self) -> int:
-        return list(self.learning_rates).index(self.peak_lr)
+        return self.learning_rates.index(self.peak_lr)
 
     @property
     def total_steps(self) -> int:
         return len(self.learning_rates)
 
     def lr(self, step: int) -> float:
-        return float(self.learning_rates[min(step, len(self.learning_rates) - 1)])
+        return self.learning_rates[min(step, len(self.learning_rates) - 1)]
 
     @staticmethod
     def from_torch(

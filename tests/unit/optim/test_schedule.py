@@ -118,6 +118,18 @@ def test_a_table_of_other_things_than_numbers_is_named(table: Any) -> None:
         TabulatedSchedule(table)
 
 
+def test_a_table_of_numbers_in_text_is_one_of_numbers() -> None:
+    table = TabulatedSchedule(["9e-4", "1e-3", "5e-4"])  # type: ignore[list-item]
+    assert (table.peak_lr, table.warmup_steps, table.lr(0)) == (1e-3, 1, 9e-4)
+
+
+def test_a_list_that_changes_later_changes_no_table() -> None:
+    rates = [0.1, 0.2]
+    table = TabulatedSchedule(rates)
+    rates.append(0.4)
+    assert (table.peak_lr, table.total_steps, table.lr(5)) == (0.2, 2, 0.2)
+
+
 def test_a_torch_scheduler_is_followed_for_a_whole_number_of_steps() -> None:
     with pytest.raises(UserError, match=r"total_steps is 12.5; expected an int of at least 1"):
         TabulatedSchedule.from_torch(
