@@ -26,7 +26,7 @@ from megatron01.optim.gradients import DeferredNorm, clip_coefficient
 from megatron01.optim.local_update import Multiplier
 from megatron01.optim.loss_scaler import LossScaler, OverflowGuard
 from megatron01.optim.report import DeferredReport, StepReport
-from megatron01.optim.safety import averaging_modules, is_averaged, ranks_of, refuse_averaging, require_group
+from megatron01.optim.safety import averaging_modules, copy_into, is_averaged, ranks_of, refuse_averaging, require_group
 from megatron01.optim.schedule import Schedule, TakesSchedule, as_schedule, sample
 from megatron01.optim.settings import ModelShardRanks, check_group, require_same
 
@@ -425,15 +425,9 @@ class Adam(TakesSchedule):
         """Continue from what ``replicated_state`` and ``replica_state`` gave.
 
         Raises:
-            UserError: if a tensor is missing or of another shape.
+            UserError: if a tensor is missing, of another shape, or not finite.
         """
-        for name, tensor in self.replicated_state().items():
-            if name not in replicated or replicated[name].shape != tensor.shape:
-                raise UserError(
-                    f"the optimizer state lacks {name!r} of shape {tuple(tensor.shape)}; it is another model's"
-                )
-            if replicated[name].data_ptr() != tensor.data_ptr():
-                tensor.copy_(replicated[name])
+        copy_into(self.replicated_state() | self.replica_state(), replicated | replica)
         scalars = iter(replica["scalars"].tolist())
         self.step_count = int(next(scalars))
         self._guard.load_scalars(scalars)

@@ -970,7 +970,7 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
             UserError: if a buffer is missing, of another size, or not finite.
         """
         own = self.replicated_state() | self._replica_buffers()
-        _copy_into(own, replicated | replica)
+        safety.copy_into(own, replicated | replica)
         self._load_scalars(iter(replica["scalars"].tolist()))
         self._frozen_elements.save(self._local.x)
         self._exclude_frozen(anew=True)
@@ -1027,8 +1027,8 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         least = own - _NUM_DELAY_SCALARS if self._delay else own
         if len(numbers) not in (least, least + _NUM_DELAY_SCALARS):
             raise UserError(f"the optimizer state has {len(numbers)} scalars, not {own}; it is another optimizer's")
-        _require_fit(dict.fromkeys(errors, self._local.x), errors)
-        _copy_into(self.replicated_state() | self._averaged_buffers(), replicated | average)
+        safety.require_fit(dict.fromkeys(errors, self._local.x), errors)
+        safety.copy_into(self.replicated_state() | self._averaged_buffers(), replicated | average)
         numbers = [*numbers, *[0.0] * _NUM_DELAY_SCALARS][:own]  # it may be of a run with or without a delay
         self._load_scalars(iter(numbers))
         self._weights_are_ahead = False
@@ -1218,38 +1218,3 @@ class FlatOptimizer(TakesSchedule, torch.optim.Optimizer):
         The next step does, when the device has long computed what it reads.
         """
         self._seen_last = self._largest_of_blocks()
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """True if no element is NaN or infinity; in one pass that allocates nothing, as ``isfinite`` does."""
-    return not tensor.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(tensor))  # NaN if one is
-
-
-def _require_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Raises UserError if a tensor of ``own`` is missing in ``given``, has another shape there, or is not finite.
-
-    ``scalars`` need not be finite: 1-bit Adam's freeze step is infinite until it is known.
-    """
-    for name, tensor in own.items():
-        if name not in given:
-            raise UserError(
-                f"the optimizer state lacks {name!r}; it belongs to another optimizer, number of replicas, or type of"
-                " gradients on the wire"
-            )
-        if given[name].shape != tensor.shape:
-            raise UserError(
-                f"{name!r} in the optimizer state has {given[name].numel()} elements, not {tensor.numel()}; "
-                "it belongs to another model, block size or number of replicas"
-            )
-        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr() and not _is_finite(given[name]):
-            raise UserError(
-                f"{name!r} in the optimizer state holds NaN or infinity; load a state from before the run diverged"
-            )
-
-
-def _copy_into(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy tensors by name, except ``scalars`` and those that already share memory; none if one does not fit."""
-    _require_fit(own, given)
-    for name, tensor in own.items():
-        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
-            tensor.copy_(given[name])

@@ -521,6 +521,41 @@ def check_state_dict(
                 raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
 
 
+def _is_finite(tensor: Tensor) -> bool:
+    """True if no element is NaN or infinity; in one pass that allocates nothing, as ``isfinite`` does."""
+    return not tensor.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(tensor))  # NaN if one is
+
+
+def require_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Raises UserError if a tensor of ``own`` is missing in ``given``, has another shape there, or is not finite.
+
+    ``scalars`` need not be finite: 1-bit Adam's freeze step is infinite until it is known.
+    """
+    for name, tensor in own.items():
+        if name not in given:
+            raise UserError(
+                f"the optimizer state lacks {name!r}; it belongs to another optimizer, number of replicas, or type of"
+                " gradients on the wire"
+            )
+        if given[name].shape != tensor.shape:
+            raise UserError(
+                f"{name!r} in the optimizer state has shape {list(given[name].shape)}, not {list(tensor.shape)}; "
+                "it belongs to another model, block size, number of replicas, or setting of delay"
+            )
+        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr() and not _is_finite(given[name]):
+            raise UserError(
+                f"{name!r} in the optimizer state holds NaN or infinity; load a state from before the run diverged"
+            )
+
+
+def copy_into(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy tensors by name, except ``scalars`` and those that already share memory; none if one does not fit."""
+    require_fit(own, given)
+    for name, tensor in own.items():
+        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr():
+            tensor.copy_(given[name])
+
+
 def came_together(what: str, size: int, ranks: Sequence[int] | None, seconds: float) -> int:
     """Wait until all replicas call this with the same ``what``; the number of those that have when the time is over.
 

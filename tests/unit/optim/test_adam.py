@@ -207,3 +207,24 @@ def test_what_16_bit_weights_have_lost_in_rounding_stays_in_the_fp32_weights() -
         return adam.master_parameters()["weight"]
 
     assert torch.equal(trained(True), trained(False))
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda state: state.pop("v.2"), "lacks 'v.2'"),
+        (lambda state: state.update({"x.2": torch.zeros(1, 40)}), r"'x.2' .* has shape \[1, 40\], not \[40\]"),
+        (lambda state: state["m.2"].fill_(math.nan), "'m.2' .* holds NaN"),
+        (lambda state: state.update({"scalars": torch.zeros(9)}), r"'scalars' .* has shape \[9\], not \[8\]"),
+    ],
+)
+def test_a_state_that_does_not_fit_leaves_all_as_it_was(damage: Callable[..., object], words: str) -> None:
+    weights, adam = build(torch.bfloat16, None, runs_behind=False)
+    train(weights, adam, {}, steps=2)
+    state = {name: tensor.clone() for name, tensor in (adam.replicated_state() | adam.replica_state()).items()}
+    damage(state)
+    weights, adam = build(torch.bfloat16, None, runs_behind=False)
+    before = [tensor.clone() for tensor in (*weights, *adam.replicated_state().values())]
+    with pytest.raises(UserError, match=words):
+        adam.load_state(state, state)
+    assert all(map(torch.equal, before, (*weights, *adam.replicated_state().values())))
