@@ -322,8 +322,9 @@ class Adam(TakesSchedule):
                 low_precision.append((weight, master))
         if isinstance(multiplier, torch.Tensor):  # as torch's GradScaler does for fused optimizers
             self._adam.found_inf = multiplier.isnan().float()  # type: ignore[union-attr]
-        if isinstance(multiplier, torch.Tensor) or multiplier != 1.0:
-            torch._foreach_mul_([m.grad for m in self._masters.values() if m.grad is not None], multiplier)
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        if gradients and (isinstance(multiplier, torch.Tensor) or multiplier != 1.0):
+            torch._foreach_mul_(gradients, multiplier)
         for group in self._adam.param_groups:
             group["lr"] = rate * group["lr_scale"]
         self._adam.step()

@@ -228,3 +228,11 @@ def test_a_state_that_does_not_fit_leaves_all_as_it_was(damage: Callable[..., ob
     with pytest.raises(UserError, match=words):
         adam.load_state(state, state)
     assert all(map(torch.equal, before, (*weights, *adam.replicated_state().values())))
+
+
+@pytest.mark.parametrize("runs_behind", [False, True])
+def test_a_step_without_a_gradient_changes_nothing(runs_behind: bool) -> None:
+    weights, adam = build(torch.float16, None, runs_behind=runs_behind)
+    before = [weight.detach().clone() for weight in weights]
+    adam.step()
+    assert all(map(torch.equal, before, weights)) and adam.step_count == 1
