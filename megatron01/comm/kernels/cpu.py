@@ -60,8 +60,10 @@ def _from_bf16(bits):
 def _to_bf16(value):
     """uint16: to nearest even; NaN is 0x7FC0, as rounding its payload could give infinity."""
     bits = _f32(value).view(np.uint32)
-    rounded = _u32(_u32(bits + _u32(_u32(0x7FFF) + _u32(_u32(bits >> _u32(16)) & _u32(1)))) >> _u32(16))
-    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)
+    rounded = _u32(bits + _u32(_u32(0x7FFF) + _u32(_u32(bits >> _u32(16)) & _u32(1))))
+    # a mask in place of a branch, so that loops become vector instructions
+    nan = _u32(_u32(0) - _u32(value != value))
+    return np.uint16(_u32(_u32(_u32(rounded & _u32(~nan)) | _u32(_u32(0x7FC00000) & nan)) >> _u32(16)))
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -74,9 +76,21 @@ def _add(value, error, active, out):
             out[i] = value[i] + error[i] if mask & _BIT[k] else _f32(0.0)
 
 
+@compiled(nogil=True, error_model="numpy", inline="always")
+def halving_sum(values):
+    """Sum of a power of two of values, which it overwrites: the upper half onto the lower, again and again."""
+    half = values.size // 2
+    while half > 0:
+        low, high = values[:half], values[half : 2 * half]
+        for i in range(half):
+            low[i] = low[i] + high[i]
+        half //= 2
+    return values[0]
+
+
 @compiled(nogil=True, error_model="numpy")
 def _mean_scale(values, active, scratch):
-    """uint16: bf16 of the mean |value| over the active elements; sums run over halves, upper onto lower."""
+    """uint16: bf16 of the mean |value| over the active elements."""
     count = 0
     for w in range(active.size):
         word = active[w]
@@ -88,12 +102,7 @@ def _mean_scale(values, active, scratch):
     half = values.size // 2
     for i in range(half):
         scratch[i] = abs(values[i]) + abs(values[i + half])
-    while half > 1:
-        half //= 2
-        low, high = scratch[:half], scratch[half : 2 * half]
-        for i in range(half):
-            low[i] = low[i] + high[i]
-    return _to_bf16(scratch[0] / _f32(max(count, 1)))
+    return _to_bf16(halving_sum(scratch[:half]) / _f32(max(count, 1)))
 
 
 @compiled(nogil=True, error_model="numpy")
@@ -266,15 +275,9 @@ def _typed_write(tile, part):
         return lambda tile, part: None
 
     def narrow(tile, part):
-        bits = tile.view(np.uint32)
         for i in range(part.size):
-            value = bits[i]
-            rounded = value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))
-            # a mask in place of a branch, so that the loop becomes vector instructions
-            nan = np.uint32(0) - np.uint32(tile[i] != tile[i])
-            bits[i] = (rounded & ~nan | np.uint32(0x7FC00000) & nan) & np.uint32(0xFFFF0000)
-        for i in range(part.size):
-            part[i] = np.uint16(bits[i] >> np.uint32(16))
+            part[i] = _to_bf16(tile[i])
+        read(part, tile)
 
     return narrow
 

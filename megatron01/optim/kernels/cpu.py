@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from megatron01.comm.kernels.cpu import BlockWorkers, as_array, decode, opened, read, write
+from megatron01.comm.kernels.cpu import BlockWorkers, as_array, decode, halving_sum, opened, read, write
 from megatron01.comm.payload import PackedBlocks
 from megatron01.optim.local_update import Numbers, Phase, Rule, Slices
 from megatron01.utils.compilation import compiled
@@ -233,17 +233,6 @@ def _update_soft_sign(
 
 
 @compiled(nogil=True, error_model="numpy")
-def _halving_sum(values):
-    """Sum of a power of two of values, which it overwrites: the upper half onto the lower, again and again."""
-    half = values.size // 2
-    while half > 0:
-        for i in range(half):
-            values[i] += values[half + i]
-        half //= 2
-    return values[0]
-
-
-@compiled(nogil=True, error_model="numpy")
 def _sum_squares(first, last, values, packed, block_size, sums):
     part = block_size // 8
     squares = np.empty(part, np.float32)
@@ -257,7 +246,7 @@ def _sum_squares(first, last, values, packed, block_size, sums):
             even = (a[i] * a[i] + e[i] * e[i]) + (c[i] * c[i] + g[i] * g[i])
             odd = (b[i] * b[i] + f[i] * f[i]) + (d[i] * d[i] + h[i] * h[i])
             squares[i] = even + odd
-        sums[block] = _halving_sum(squares)
+        sums[block] = halving_sum(squares)
 
 
 class CPUKernels:
