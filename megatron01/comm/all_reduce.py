@@ -308,11 +308,8 @@ class DenseExchange(Exchange):
 
     def all_reduce(self, value: torch.Tensor, key: int = 0) -> None:
         """Replace ``value`` by its mean over the replicas, the same bits on each."""
-        self.begin(key)
-        for bucket, (first, last) in enumerate(self.buckets):
-            self.compress(bucket, first, last, value)
-            self.send(bucket, Status.OK)
-        self.reduce(stop_on_overflow=False)
+        self._value = value
+        self._mean.all_reduce(self._blocks, self._blocks)
 
     def _blocks(self, first: int, last: int) -> list[torch.Tensor]:
         return [self._value[first * self._block_size : last * self._block_size]]

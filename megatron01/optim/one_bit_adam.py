@@ -87,7 +87,7 @@ class OneBitAdam(FlatOptimizer):
             **common,
         )
 
-        end = schedule.total_steps if isinstance(schedule, Schedule) else None
+        end = self._schedule.total_steps
         self._warn_at = None if end is None else end // 2  # if the second moment has not frozen by itself
         if freeze_step is not None and end is not None and freeze_step >= end:
             self._warn(f"freeze_step is {freeze_step}, and the run has {end} steps")
