@@ -176,6 +176,12 @@ class Adam(TakesSchedule):
                 "exp_avg_sq": torch.zeros_like(master),
             }
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            "Adam cannot be copied or pickled, as it trains the model's own parameters; copy what replicated_state()"
+            " and replica_state() give, and load that by load_state() of an optimizer built on the other model"
+        )
+
     def attach(self, model: torch.nn.Module) -> torch.nn.Module:
         """The module to call in the forward pass, whose backward pass averages gradients while it still runs.
 

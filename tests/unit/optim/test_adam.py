@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -236,3 +237,9 @@ def test_a_step_without_a_gradient_changes_nothing(runs_behind: bool) -> None:
     before = [weight.detach().clone() for weight in weights]
     adam.step()
     assert all(map(torch.equal, before, weights)) and adam.step_count == 1
+
+
+def test_a_copy_is_refused_for_what_it_is() -> None:
+    _, adam = build(torch.float32, None, runs_behind=False)
+    with pytest.raises(UserError, match=r"Adam cannot be copied or pickled.*load_state\(\)"):
+        copy.deepcopy(adam)
