@@ -142,6 +142,8 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting, default: Any) ->
         options |= {"action": argparse.BooleanOptionalAction}
     elif setting.is_list:
         options |= {"nargs": "+", "metavar": _metavar(get_args(setting.type)[0])}
+        if setting.section is None and setting.default in (MISSING, None):
+            options["action"] = "extend"  # what a command works on adds up; settings override
     else:
         options |= {"metavar": _metavar(setting.type)}
     group.add_argument(setting.flag, **options)

@@ -10,6 +10,7 @@ import pytest
 
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig
 from megatron01.config.command_line import parse
+from megatron01.config.commands import GenerateConfig, GlueConfig, MergeConfig
 from megatron01.config.fields import Bounded, Bounds, NotNegative, Positive, Settings
 from megatron01.config.yaml_files import config_from_yaml
 from megatron01.errors import UserError
@@ -84,6 +85,16 @@ def test_flags_are_flat_and_typed() -> None:
     )
     assert (config.shape.num_layers, config.shape.style, config.shape.width) == (4, "fancy", 1000)
     assert (config.work.lr, config.work.fast, config.work.name, config.work.keys) == (2e-4, True, "n", ("a", "b"))
+
+
+def test_a_list_given_twice_adds_up_where_a_command_works_on_it_and_overrides_settings() -> None:
+    merged = read("--input", "a", "b", "--input", "c", "--output-prefix", "m", config_class=MergeConfig)
+    assert merged.input == ("a", "b", "c")
+    asked = read("--load", "m", "--text", "one", "--prompt", "two", "--text", "three", config_class=GenerateConfig)
+    assert asked.text == ("one", "two", "three")
+    assert read("--keys", "a", "b", "--keys", "c").work.keys == ("c",)
+    tasks = ["--load", "m", "--input", "i", "--output", "o", "--tasks", "RTE", "MRPC", "--tasks", "CoLA"]
+    assert read(*tasks, config_class=GlueConfig).tasks == ("CoLA",)
 
 
 def test_later_files_win_over_earlier_ones_and_flags_over_files(files: tuple[str, str]) -> None:

@@ -289,6 +289,7 @@ def test_merging_a_folder_or_a_pattern(write_pair: Callable[..., str], tmp_path:
         "folder": [str(tmp_path)],
         "pattern": [f"{a}.idx", f"{b}.idx"],
         "all files": sorted(map(str, tmp_path.glob("[ab].*"))),
+        "by two flags": [a, "--input", b],
         "twice": [a, a],
         "twice, by a file": [f"{a}.idx", f"{a}.idx"],
     }
