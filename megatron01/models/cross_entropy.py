@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron01.comm.kernels import triton_serves
+from megatron01.errors import UserError
 
 # Bytes of logits in memory at once. Every chunk reads and writes the gradient of the weights once: small ones are slow.
 CHUNK_BYTES = {"cpu": 2**27, "cuda": 2**30}
@@ -126,6 +127,10 @@ class _ProjectedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # by create_graph; the saved gradients would count as constants
+            raise UserError(
+                "the gradient of this loss cannot be differentiated again; take F.cross_entropy of the model's logits"
+            )
         total, *unscaled = ctx.saved_tensors
         factor = gradients[0] / total
         scaled = [None if values is None else _scaled(values, factor, ctx.dtype) for values in unscaled]
@@ -179,7 +184,8 @@ class VocabularyLoss(nn.Module):
     ) -> Tensor:
         """Cross entropy of ``labels``, averaged with the weights ``mask``, in nats, an fp32 scalar.
 
-        0, still differentiable, where the mask selects nothing.
+        0, still differentiable, where the mask selects nothing. There is no second derivative: with ``create_graph``
+        the backward pass raises UserError.
 
         Args:
             hidden: (..., h) in fp32, bf16 or fp16; under ``torch.autocast`` in any of them.
@@ -188,7 +194,8 @@ class VocabularyLoss(nn.Module):
             labels: (...) of any integer type, in [0, vocab_size).
             mask: (...) of any type: 1 where a token counts, 0 where it does not.
         """
-        with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+        trains_bias = bias is not None and bias.requires_grad
+        with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad or trains_bias)
         device = hidden.device.type
         is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
         if is_cast:  # autocast casts none of the operations that write to ``out``

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron01.errors import UserError
 from megatron01.models import cross_entropy as module
 from megatron01.models.cross_entropy import VocabularyLoss, cross_entropy
 
@@ -54,6 +55,21 @@ def test_loss_and_gradients_equal_those_of_torch_without_the_padding(
     assert VocabularyLoss(vocab_size)(hidden.detach(), weight.detach(), labels, mask, bias).item() == pytest.approx(
         expected.item(), rel=1e-4, abs=1e-4
     )
+
+
+def test_a_second_derivative_is_refused_as_its_share_of_the_softmax_would_be_missing() -> None:
+    weight = torch.randn(7, 5, requires_grad=True)
+    loss = VocabularyLoss(7)(torch.randn(3, 5), weight, torch.tensor([0, 1, 2]), torch.ones(3))
+    with pytest.raises(UserError, match=r"^the gradient of this loss cannot be differentiated again"):
+        torch.autograd.grad(loss, weight, create_graph=True)
+
+
+def test_the_bias_alone_may_be_trained() -> None:
+    hidden, weight, bias = torch.randn(3, 5), torch.randn(7, 5), torch.randn(7, requires_grad=True)
+    labels, mask = torch.tensor([0, 1, 2]), torch.ones(3)
+    gradient = torch.autograd.grad(VocabularyLoss(7)(hidden, weight, labels, mask, bias), bias)
+    expected = torch.autograd.grad(projected(hidden, weight, bias, labels, mask, 7), bias)
+    torch.testing.assert_close(gradient, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
