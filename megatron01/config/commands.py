@@ -422,25 +422,6 @@ class TrainTokenizerConfig(TextConfig):
             )
 
 
-def _check_pairs(pairs: tuple[str, ...]) -> None:
-    require(all(pairs), "input holds an empty path; expected paths of .bin/.idx pairs")
-
-
-@dataclass(frozen=True, kw_only=True)
-class MergeConfig:
-    """Make one pair of token files out of several."""
-
-    input: tuple[str, ...]
-    """Paths of .bin/.idx pairs, in the order in which their documents are to follow each other; their extensions may
-    stay. All pairs of a folder, by name, where one is given."""
-    output_prefix: str = field(metadata={"aliases": ("output",)})
-    """Path of the new pair without extension."""
-
-    def __post_init__(self) -> None:
-        _check_pairs(self.input)
-        _check_prefix(self.output_prefix)
-
-
 @dataclass(frozen=True, kw_only=True)
 class VerifyConfig(Bounded):
     """Check token files to the last byte."""
@@ -450,7 +431,22 @@ class VerifyConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_pairs(self.input)
+        require(all(self.input), "input holds an empty path; expected paths of .bin/.idx pairs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeConfig(VerifyConfig):
+    """Make one pair of token files out of several."""
+
+    input: tuple[str, ...]
+    """Paths of .bin/.idx pairs, in the order in which their documents are to follow each other; their extensions may
+    stay. All pairs of a folder, by name, where one is given."""
+    output_prefix: str = field(metadata={"aliases": ("output",)})
+    """Path of the new pair without extension."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_prefix(self.output_prefix)
 
 
 @dataclass(frozen=True, kw_only=True)
