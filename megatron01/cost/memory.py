@@ -31,6 +31,7 @@ from megatron01.cost.volume import (
     gradient_bytes,
     gradient_code_bits,
     packed_bytes,
+    sends_bits,
 )
 from megatron01.data import build_tokenizer
 from megatron01.models import GPT2, Bert
@@ -317,7 +318,7 @@ def flat_state_bytes(config: OptimizerConfig, nodes: int, processes_per_node: in
     processes = nodes * processes_per_node
     hierarchical = nodes > 1 and processes_per_node > 1
     errors = (2 + 1 / nodes) / processes_per_node if hierarchical else 1 + 1 / processes
-    errors *= _sends_bits(config) + (gradient_code_bits(config) is not None) if processes > 1 else 0
+    errors *= sends_bits(config) + (gradient_code_bits(config) is not None) if processes > 1 else 0
     beside_weights = ELEMENT_BYTES[config.state_dtype] * (find_optimizer(config.optimizer).state_vectors + errors)
     return round(elements * (4 + beside_weights + _MASK_BITS / 8))
 
@@ -360,21 +361,22 @@ def _exchange_bytes(
         bucket = config.bucket_size(elements, on_gpu=on_gpu, of_steps=of_steps)
         return min(most, -(-elements // bucket)) * min(bucket, elements)
 
-    total = 0.0
-    if _sends_bits(config):
+    def of_values(element_bytes: float) -> float:
+        """Buffers of exchanges of whole values."""
+        return 2 * element_bytes * of_buckets(4 if hierarchical else 2) * (share_sent + hierarchical)
+
+    total, spec = 0.0, find_optimizer(config.optimizer)
+    if sends_bits(config):
         total += packed_bytes(config) * compressed
         total += 2 * INSIDE_BYTES * of_buckets(2, of_steps=True) if hierarchical and reduces_inside else 0
+    elif spec.bits is not None:
+        total += of_values(packed_bytes(config))
     if gradient_code_bits(config) is not None:
         total += full_step_bytes(config, precision) * compressed
         total += 2 * INSIDE_BYTES * of_buckets(2) if hierarchical else 0
-    elif find_optimizer(config.optimizer).full_precision is not None:
-        buckets = of_buckets(4 if hierarchical else 2)
-        total += 2 * full_step_bytes(config, precision) * buckets * (share_sent + hierarchical)
+    elif spec.full_precision is not None:
+        total += of_values(full_step_bytes(config, precision))
     return round(total)
-
-
-def _sends_bits(config: OptimizerConfig) -> bool:
-    return find_optimizer(config.optimizer).bits is not None and config.compressor == "one_bit"
 
 
 _USUAL_VOCABULARY: dict[TokenizerType, int] = {

@@ -249,7 +249,8 @@ class StepModel:
         work, cluster, config = self.work, self.cluster, self.config
         if cluster.processes == 1:
             return self.local()
-        num_buckets = self._num_buckets(of_steps=True)
+        sends_bits = volume.sends_bits(config)
+        num_buckets = self._num_buckets(of_steps=sends_bits)
         timeline, passes = self._passes(num_buckets)
         traffic = self._traffic
         update = self._update(traffic.one_bit)
@@ -261,7 +262,7 @@ class StepModel:
         packed = elements * volume.packed_bytes(config)
         stages = self._stages(
             packed,
-            inner=volume.INSIDE_BYTES * elements,
+            inner=volume.INSIDE_BYTES * elements if sends_bits else packed,
             outer=0.0 if self.sharded else packed,
             reduces=not self.replica_is_node,
         )

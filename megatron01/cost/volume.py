@@ -140,9 +140,17 @@ def full_step_bytes(config: OptimizerConfig, precision: Precision) -> float:
     return 4 if find_optimizer(config.optimizer).full_precision == "fp32" else gradient_bytes(config, precision)
 
 
+def sends_bits(config: OptimizerConfig) -> bool:
+    """True if an optimizer exchanges bits; ``compressor: none`` sends fp32 in place of bits that have scales."""
+    bits = find_optimizer(config.optimizer).bits
+    return bits == "unscaled" or (bits == "scaled" and config.compressor == "one_bit")
+
+
 def packed_bytes(config: OptimizerConfig) -> float:
-    """Bytes per element of a 1-bit exchange, its share of a scale included."""
-    scaled = find_optimizer(config.optimizer).bits != "unscaled"
+    """Bytes per element of an exchange of accumulated steps, its share of a scale included."""
+    if not sends_bits(config):
+        return 4.0
+    scaled = find_optimizer(config.optimizer).bits == "scaled"
     return 1 / 8 + (SCALE_BYTES / config.block_size if scaled else 0.0)
 
 
@@ -158,18 +166,15 @@ def _full_exchange(config: OptimizerConfig, precision: Precision, wire: Wire) ->
 def traffic(config: OptimizerConfig, *, train_iters: int, precision: Precision, wire: Wire) -> Traffic:
     """Traffic of each step of a run with these settings; ``OptimizerSpec.steps`` gives the schedule.
 
-    With ``compressor: none``, scaled 1-bit exchanges are in fp32 instead. Raises UserError if the settings contradict
-    each other, or for one_bit_adam without ``freeze_step``.
+    Raises UserError if the settings contradict each other, or for one_bit_adam without ``freeze_step``.
     """
     schedule = build_schedule(config, train_iters)
     spec = find_optimizer(config.optimizer)
-    scaled = spec.bits == "scaled"
-    one_bit = wire.dense(4) if scaled and config.compressor == "none" else wire.quantized(1, scaled=scaled)
     return Traffic(
         **vars(spec.steps(config, schedule, train_iters)),
         schedule=schedule,
         full_bytes=_full_exchange(config, precision, wire),
-        one_bit_bytes=one_bit,
+        one_bit_bytes=wire.quantized(1, scaled=spec.bits == "scaled") if sends_bits(config) else wire.dense(4),
         parameters=wire.parameters,
     )
 

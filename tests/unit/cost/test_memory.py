@@ -160,15 +160,16 @@ def test_quantized_gradients_of_one_bit_adam_need_no_step_at_which_it_freezes() 
     assert memory(config, passes=PassBytes(0, 0, 0), **layout) == memory(known, passes=PassBytes(0, 0, 0), **layout)
 
 
-def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> list[tuple[int, int, Memory]]:
-    """By optimizer: bytes of its state, of all storages that it has allocated, and what was planned."""
+def bytes_made(rank: int, world_size: int, cases: list[Any], sharded: bool) -> list[tuple[int, int, Memory]]:
+    """By optimizer and compressor: bytes of its state, of all storages that it has allocated, and what was planned."""
     found = []
     distributed = DistributedConfig(threads_per_replica=1, replica="node", shard_optimizer=sharded)
     with initialize(LaunchEnvironment.read(os.environ), distributed) as group:
-        for name in names:
+        for name, compressor in cases:
             settings = OptimizerConfig(
-                optimizer=name, lr=1e-3, lr_warmup_iters=2, freeze_step=3, bucket_elements=1 << 14, block_size=256
-            )
+                optimizer=name, lr=1e-3, lr_warmup_iters=2, freeze_step=3, bucket_elements=1 << 14, block_size=256,
+                compressor=compressor,
+            )  # fmt: skip
             training = dataclasses.replace(TRAINING, precision="bf16")
             config = PretrainConfig(optimizer=settings, training=training, distributed=distributed)
             model = nn.Sequential(*[nn.Linear(120, 100) for _ in range(10)]).bfloat16()
@@ -198,13 +199,14 @@ def bytes_made(rank: int, world_size: int, names: list[Any], sharded: bool) -> l
 
 @pytest.mark.slow
 def test_divided_state_and_buffers_are_what_an_optimizer_holds() -> None:
-    names = [name for name in OPTIMIZERS if name != "adam"]
-    whole, divided = (run_ranks(bytes_made, 4, names, sharded, local_world_size=2) for sharded in (False, True))
-    for index, name in enumerate(names):
+    cases = [(name, "one_bit") for name in OPTIMIZERS if name != "adam"]
+    cases += [("one_bit_adam", "none"), ("bin_sgdm", "none")]
+    whole, divided = (run_ranks(bytes_made, 4, cases, sharded, local_world_size=2) for sharded in (False, True))
+    for index, (name, _) in enumerate(cases):
         for result, undivided in zip(divided, whole, strict=True):
             state, made, planned = result[index]
             assert state == pytest.approx(undivided[index][0] / 2, rel=0.3 if "adam" in name or "bin" in name else 0.02)
-            assert planned.weights + planned.state + planned.exchange == pytest.approx(made, rel=0.1), name
+            assert planned.weights + planned.state + planned.exchange == pytest.approx(made, rel=0.1), cases[index]
     state, _, planned = divided[0][0]
     live = planned.state - state
     assert 0 < live < 0.02 * state  # the first process has the largest share

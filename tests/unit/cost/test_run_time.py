@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -82,6 +83,19 @@ def test_steps_by_hand() -> None:
     early = StepModel(cluster, WORK, replace(settings, bucket_elements=WORK.parameters // 8)).one_bit(every_step=True)
     assert early.exposed < four.exposed < 0.5 * one.exposed
     assert 0.0 < early.exposed < 0.25 * one.exposed
+
+
+@pytest.mark.parametrize("optimizer", ["zero_one_adam", "one_bit_adam", "bin_sgdm"])
+@pytest.mark.parametrize("compressor", ["one_bit", "none"])
+def test_a_node_sends_what_the_schedule_says(optimizer: str, compressor: Any) -> None:
+    """Also without a compressor, in fp32, which bits without scales do not know."""
+    settings = replace(RECIPE, optimizer=optimizer, compressor=compressor, freeze_step=50)
+    wire = Wire(parameter_sizes=(WORK.parameters,), replicas=ALONE.nodes, block_size=settings.block_size)
+    sent = traffic(settings, train_iters=1000, precision="bf16", wire=wire)
+    planned = run(Choice(name="", optimizer=settings), ALONE)
+    assert planned.node_bytes == pytest.approx(sent.total_bytes, rel=1e-3)
+    _, step = planned.kinds["one_bit"]
+    assert step.exposed > 0.7 * sent.one_bit_bytes / ALONE.link_rate
 
 
 def test_arithmetic_is_counted_in_bytes() -> None:
