@@ -167,9 +167,10 @@ class Cluster:
     memory_rate: float  # of a processor, bytes a second that a copy reads and writes
     jitter: float = 0.0  # relative standard deviation of a replica's compute time
     on_gpu: bool = True  # where replicas compute
+    goes_inside_first: bool = True  # an exchange has stages inside nodes, where there are several of several processes
 
     @classmethod
-    def of(cls, config: ClusterConfig, nodes: int) -> Cluster:
+    def of(cls, config: ClusterConfig, nodes: int, *, goes_inside_first: bool) -> Cluster:
         """The cluster of the settings, with ``nodes`` nodes."""
         gpu = GPUS.get(config.gpu.lower())
         latency = config.link_latency_us * 1e-6
@@ -184,6 +185,7 @@ class Cluster:
             memory_rate=1e9 * (config.memory_gbytes_per_second or copy_rate),
             jitter=config.jitter,
             on_gpu=gpu is not None,
+            goes_inside_first=goes_inside_first,
         )
 
     @property
@@ -193,7 +195,7 @@ class Cluster:
     @property
     def is_hierarchical(self) -> bool:
         """True if an exchange has stages inside nodes and between nodes."""
-        return self.nodes > 1 and self.processes_per_node > 1
+        return self.goes_inside_first and self.nodes > 1 and self.processes_per_node > 1
 
     # Collectives: alpha-beta model, a latency per message plus bytes over bandwidth. The network is otherwise idle, and
     # all processes start at once. A stage names the link that it occupies, so that stages of different buckets on
@@ -234,14 +236,16 @@ class Cluster:
         m processes of a node sends (n-m)/n of them over the node's link. Each message but the first costs half a
         latency, as sends are pipelined.
         """
-        nodes, processes, n = self.nodes, self.processes_per_node, self.processes
+        nodes, n = self.nodes, self.processes
         if nodes == 1:
             return self.inside(size)
-        if hierarchical:
-            sent, peers = size * (nodes - 1) / nodes, nodes - 1
-        else:
-            sent, peers = processes * size * (n - processes) / n, n - 1
+        peers = (nodes if hierarchical else n) - 1
+        sent = size * self.sent_between_nodes(hierarchical=hierarchical)
         return Stage("link", sent / self.link_rate + self.latency * (1 + (peers - 1) / 2))
+
+    def sent_between_nodes(self, *, hierarchical: bool) -> float:
+        """Bytes of a buffer that a node sends to others in one of these collectives, relative to its size."""
+        return (self.nodes - 1) / self.nodes * (1 if hierarchical else self.processes_per_node)
 
     def inside(self, size: float) -> Stage:
         """One collective among the m processes of a node, each of which sends (m-1)/m of ``size`` bytes."""

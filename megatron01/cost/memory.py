@@ -257,6 +257,8 @@ def memory(
     """
     config, precision = run.optimizer, run.training.precision
     replica_is_node, sharded = run.distributed.replica == "node", run.distributed.shard_optimizer
+    if run.distributed.hierarchical == "off":  # as if each process were on a node of its own
+        nodes, processes_per_node = nodes * processes_per_node, 1
     parameters = sum(parameter_sizes)
     weights = ELEMENT_BYTES[precision] * parameters
     step = passes.peak

@@ -466,13 +466,15 @@ def _group_steps(settings: OptimizerConfig, train_iters: int) -> tuple[_StepGrou
 def _node_bytes(groups: Sequence[_StepGroup], model: StepModel) -> float:
     """Bytes that one node sends to others: 2 (N-1)/N of what is exchanged (for Adam a lower bound: a ring sends more).
 
-    Message headers, and the padding of each parameter's last block, are left out.
+    Without stages inside nodes each of its processes sends as much. Message headers, and the padding of each
+    parameter's last block, are left out.
     """
-    nodes = model.cluster.nodes
+    cluster, is_ddp = model.cluster, find_optimizer(model.config.optimizer).ddp
+    share = cluster.sent_between_nodes(hierarchical=is_ddp or cluster.goes_inside_first)
     dense_rounds = sum(group.steps for group in groups if group.kind == "full")
     packed_rounds = sum(group.packed_rounds for group in groups)
     sent = dense_rounds * model.work.gradient_bytes + packed_rounds * volume.packed_bytes(model.config)
-    return 2 * (nodes - 1) / nodes * model.work.parameters * sent
+    return 2 * share * model.work.parameters * sent
 
 
 WORTH_IT = 0.05
@@ -508,7 +510,7 @@ def choices(config: OptimizerConfig, cluster: Cluster, train_iters: int, *, shar
         for variant, settings in variants.items():
             found.append(Choice(name=variant, optimizer=settings))
             skips_rounds = "sync_policy" in spec.planned_settings and settings.sync_policy != "every"
-            if skips_rounds and cluster.processes_per_node > 1 and cluster.nodes > 1:
+            if skips_rounds and cluster.is_hierarchical:
                 variant += ", nodes as replicas" + (", sharded state" if sharded else "")
                 found.append(Choice(name=variant, optimizer=settings, replica_is_node=True, sharded=sharded))
     return found

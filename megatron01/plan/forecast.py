@@ -79,7 +79,7 @@ def _show_times(config: ForecastSettings) -> None:
 def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_seconds: float) -> Forecast:
     """Forecast for ``nodes``; ``compute_seconds``: of the passes over one micro-batch, on one process."""
     training = config.training
-    cluster = Cluster.of(config.cluster, nodes)
+    cluster = Cluster.of(config.cluster, nodes, goes_inside_first=config.distributed.hierarchical != "off")
     tp_size = config.distributed.tensor_model_parallel_size
     replicas = cluster.processes // tp_size
     work = Work(
@@ -101,6 +101,7 @@ def _forecast(config: ForecastSettings, parameters: int, nodes: int, compute_sec
         precision=training.precision,
         sharded=config.distributed.shard_optimizer,
     )
+    runs = [replace(run, node_bytes=tp_size * run.node_bytes) for run in runs]  # of all its groups
     price = config.cluster.price
     return Forecast(
         cluster=cluster,

@@ -100,6 +100,7 @@ def choose(
         inside_latency=inside_latency,
         memory_rate=2 * _COPIED / copy_seconds,  # read and written
         on_gpu=device.type == "cuda",
+        goes_inside_first=config.distributed.hierarchical != "off",
     )
     work = Work(
         parameters=sum(parameter.numel() for parameter in model.parameters()),

@@ -70,6 +70,24 @@ def test_parts_of_a_model_share_the_link(run: Any) -> None:
     # the same bytes are sent, and overlap with a backward pass of half the length
     hidden = 2 / 3 * one["compute"]
     assert other["exposed"] + hidden / 2 == pytest.approx(one["exposed"] + hidden, rel=0.05)
+    for run_of_halves, run_of_whole in zip(half["runs"], whole["runs"], strict=True):
+        assert run_of_halves["node_bytes"] == pytest.approx(run_of_whole["node_bytes"], rel=0.01)
+
+
+def test_exchanges_that_are_not_hierarchical(run: Any) -> None:
+    """Each process of a node sends as much as the node would, and no node is a replica."""
+    both, flat = (json.loads(run(*LARGE, "--json", "--hierarchical", how))[0]["runs"] for how in ("auto", "off"))
+    compressed = {one["name"]: one for one in both}
+    assert [one["name"] for one in flat] == [name for name in compressed if "nodes as replicas" not in name]
+    for one in flat[1:]:
+        assert one["node_bytes"] == pytest.approx(8 * compressed[one["name"]]["node_bytes"])
+        assert one["seconds"] > compressed[one["name"]]["seconds"]
+    assert flat[0] == both[0]  # DistributedDataParallel's collectives are NCCL's own
+    two, one = (
+        json.loads(run(*RECIPE, "--json", "--memory", "--nodes", nodes, "--processes-per-node", processes, *more))
+        for nodes, processes, *more in (("2", "2", "--hierarchical", "off"), ("4", "1"))
+    )
+    assert two == one != json.loads(run(*RECIPE, "--json", "--memory", "--nodes", "2", "--processes-per-node", "2"))
 
 
 def test_the_memory_of_a_cpu_needs_no_speed(run: Any) -> None:
