@@ -11,9 +11,8 @@ import numpy as np
 
 from megatron01.compare.runs import Column, Run
 from megatron01.config import BertPretrainConfig, GPTPretrainConfig, PretrainConfig
-from megatron01.config.registry import OptimizerSpec, find_optimizer, label_of, optimizers
+from megatron01.config.registry import found_optimizer, label_of, optimizers
 from megatron01.config.yaml_files import dump_yaml, flat_settings, parse_plain_yaml
-from megatron01.errors import UserError
 
 _WORDS = {("optimizer.sync_policy", "every"): "no local steps", ("optimizer.compressor", "none"): "no compression"}
 # Settings that affect neither training nor traffic; the batch size counts as it was, however it was given.
@@ -78,7 +77,7 @@ def _marks(run: Run) -> list[str]:
 
 def never_left_full(run: Run) -> bool:
     """True if a 1-bit optimizer made full steps only, without any 1-bit exchange."""
-    spec = _spec(run)
+    spec = found_optimizer(run.optimizer)
     if spec is None or spec.bits is None or run.kinds != {"full"}:
         return False
     return math.isnan(run.last("compression_error"))
@@ -89,7 +88,7 @@ def _never_froze(run: Run) -> bool:
 
     It freezes at ``variance_freeze_step``, or when the synchronization interval starts to grow.
     """
-    spec = _spec(run)
+    spec = found_optimizer(run.optimizer)
     if spec is None or "max_sync_interval" not in spec.planned_settings:
         return False
     freeze_step = run.settings.get("optimizer.variance_freeze_step", "None")
@@ -98,14 +97,6 @@ def _never_froze(run: Run) -> bool:
     policy, _, numbers = run.settings.get("optimizer.sync_policy", "schedule").partition(":")
     shortest = int(numbers) if policy == "schedule" and numbers.isdecimal() else 1
     return math.isfinite(run.last("sync_interval")) and not (run.column("sync_interval") > shortest).any()
-
-
-def _spec(run: Run) -> OptimizerSpec | None:
-    """Spec of the run's optimizer; None if it is not registered."""
-    try:
-        return find_optimizer(run.optimizer)
-    except UserError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -159,12 +159,18 @@ def baseline() -> str:
     return next(name for name, spec in optimizers().items() if spec.ddp)
 
 
-def label_of(name: str) -> str:
-    """The label of an optimizer for tables; the name itself if it is not found here (a run from another machine)."""
+def found_optimizer(name: str) -> OptimizerSpec | None:
+    """The spec of the optimizer of a run from anywhere; None if it cannot be imported here."""
     try:
-        return find_optimizer(name).label
-    except UserError:
-        return name
+        return find_optimizer(name)
+    except Exception:  # a user's module may need what is not installed here, or raise anything
+        return None
+
+
+def label_of(name: str) -> str:
+    """The label of an optimizer for tables; the name itself if it is not found here."""
+    spec = found_optimizer(name)
+    return name if spec is None else spec.label
 
 
 def own_arguments(config: OptimizerConfig) -> Any:

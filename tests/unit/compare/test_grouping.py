@@ -81,6 +81,18 @@ def test_a_mark_of_some_seeds_says_of_how_many(tmp_path: Path) -> None:
     assert section.groups[0].marks == ("diverged (2 of 3 runs)",)
 
 
+@pytest.mark.parametrize("code", ["import no_such_package", "raise RuntimeError"])
+def test_an_optimizer_that_cannot_be_imported_here_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    module = f"optimizer_of_{len(code)}"
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = read_run(write_run(tmp_path / "run", lines(), optimizer__optimizer=f"{module}.Own"))
+    (group,) = sections([run])[0].groups
+    assert group.label == f"{module}.Own" and group.marks == ()
+
+
 def test_what_changes_nothing_does_not_split(tmp_path: Path) -> None:
     folders = [
         write_run(tmp_path / "one", lines(), logging__run_dir="a", data__num_workers=0, model__torch_compile=True),
