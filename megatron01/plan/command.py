@@ -44,7 +44,7 @@ def plan(argv: Sequence[str], prog: str) -> None:
 
 
 def describes_bert(argv: Sequence[str]) -> bool:
-    """True if --config files and flags choose a BERT tokenizer, or set a setting that only BERT has."""
+    """True if --config files and flags choose a BERT's tokenizer, or set a setting that only BERT has."""
     bert, gpt = Settings(BertPretrainConfig).by_key, Settings(GPTPretrainConfig).by_key
     only_bert = {key: setting.flag for key, setting in bert.items() if key not in gpt}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -54,8 +54,8 @@ def describes_bert(argv: Sequence[str]) -> bool:
         given, rest = parser.parse_known_args(argv)
     except argparse.ArgumentError:
         return False
-    if given.tokenizer_type:
-        return str(given.tokenizer_type).startswith("Bert")
+    if given.tokenizer_type.startswith(("Bert", "GPT2")):  # the others serve both
+        return bool(given.tokenizer_type.startswith("Bert"))
     flags = {argument.split("=")[0].replace("--no-", "--") for argument in rest}
     settings: dict[str, str] = {}
     for path in given.config:

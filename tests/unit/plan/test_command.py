@@ -131,6 +131,9 @@ def test_a_deepspeed_file_is_read_for_the_replicas_of_the_plan(run: Any, tmp_pat
         (["--objective", "sop"], True),
         (["--no-eod-mask-loss"], False),
         (["--tokenizer-type", "BertWordPieceCase"], True),
+        (["--tokenizer-type", "HuggingFaceTokenizer"], False),  # which serves both
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--objective", "sop"], True),
+        (["--config", "bert/base.yaml", "--tokenizer-type", "SentencePieceTokenizer"], True),
     ],
 )
 def test_the_kind_of_model_follows_from_files_and_flags(argv: list[str], bert: bool) -> None:
