@@ -175,7 +175,7 @@ class Run:
         processes = self.environment.get("world_size")
         if not isinstance(processes, int) or processes < 1:
             return None
-        return max(1, processes // int(self.number_of("distributed.tensor_model_parallel_size", 1)))
+        return max(1, processes // math.ceil(self.number_of("distributed.tensor_model_parallel_size", 1)))
 
     @property
     def hardware(self) -> str:
@@ -194,7 +194,7 @@ class Run:
 
     @property
     def block_size(self) -> int:
-        return int(self.number_of("optimizer.block_size", 1024))
+        return math.ceil(self.number_of("optimizer.block_size", 1024))
 
     def number_of(self, key: str, default: float) -> float:
         """A setting as a number, or the default if it is not a positive one."""

@@ -40,7 +40,7 @@ def settings(**changes: Any) -> dict[str, dict[str, Any]]:
     }
     for key, value in changes.items():
         section, name = key.split("__")
-        values[section][name] = value
+        values.setdefault(section, {})[name] = value
     return values
 
 
