@@ -131,6 +131,11 @@ class ClusterConfig(Bounded):
         gpu, known = self.gpu.lower(), [*GPUS, CPU]
         require(gpu in known, f"gpu is {self.gpu!r}; expected one of {', '.join(known)}{nearest(gpu, known)}")
 
+    @property
+    def model(self) -> Gpu | None:
+        """The GPU with its figures; None for a CPU."""
+        return GPUS.get(self.gpu.lower())
+
 
 Resource = Literal["processor", "inside", "link"]
 
@@ -172,7 +177,7 @@ class Cluster:
     @classmethod
     def of(cls, config: ClusterConfig, nodes: int, *, goes_inside_first: bool) -> Cluster:
         """The cluster of the settings, with ``nodes`` nodes."""
-        gpu = GPUS.get(config.gpu.lower())
+        gpu = config.model
         latency = config.link_latency_us * 1e-6
         copy_rate = COPY_SHARE * gpu.memory_rate if gpu else _CPU_MEMORY_RATE
         return cls(

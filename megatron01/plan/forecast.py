@@ -11,10 +11,10 @@ from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from megatron01.config.registry import OPTIMIZERS, find_optimizer, without_others_settings
-from megatron01.cost.cluster import GPUS, Cluster
+from megatron01.cost.cluster import Cluster
 from megatron01.cost.memory import PassBytes, memory, model_without_memory, parameter_sizes, pass_bytes
 from megatron01.cost.run_time import Recommendation, RunTime, Work, recommend, run_times
-from megatron01.errors import require
+from megatron01.errors import UserError, require
 from megatron01.plan.settings import BertForecastConfig, GPTForecastConfig
 from megatron01.utils.formatting import columns, format_bytes, format_count, format_duration
 
@@ -118,10 +118,11 @@ def _compute_seconds(config: ForecastSettings) -> float:
     cluster, training, data = config.cluster, config.training, config.data
     if cluster.compute_seconds is not None:
         return cluster.compute_seconds
-    require(cluster.gpu.lower() in GPUS, "gpu is cpu, whose speed is not known; give --compute-seconds")
+    if cluster.model is None:
+        raise UserError("gpu is cpu, whose speed is not known; give --compute-seconds")
     model, _ = model_without_memory(config)
     operations = model.flops_per_token(data.seq_length) * training.micro_batch_size * data.seq_length
-    peak = GPUS[cluster.gpu.lower()].peak_flops(training.precision, tf32=training.tf32)
+    peak = cluster.model.peak_flops(training.precision, tf32=training.tf32)
     recomputation = 4 / 3 if config.model.recompute_activations == "full" else 1.0
     return recomputation * operations / (peak * cluster.mfu * config.distributed.tensor_model_parallel_size)
 
@@ -226,7 +227,7 @@ def _to_json(one: Forecast) -> dict[str, Any]:
 
 def _notes(config: ForecastSettings, note: str | None) -> list[str]:
     """``note``, if there is one, and a note if the GPU lacks the precision."""
-    gpu, notes = GPUS.get(config.cluster.gpu.lower()), [] if note is None else [note]
+    gpu, notes = config.cluster.model, [] if note is None else [note]
     if gpu is not None and not gpu.is_ampere_or_later and config.training.precision == "bf16":
         notes.append(f"a {gpu.name} does not compute in bf16; give --precision fp16, with the same figures")
     return notes
@@ -242,7 +243,7 @@ def _show_memory(config: ForecastSettings) -> None:
     nodes, processes = config.cluster.nodes[0], config.cluster.processes_per_node
     sizes, note = parameter_sizes(config)
     model, _ = model_without_memory(config)
-    gpu = GPUS.get(config.cluster.gpu.lower())
+    gpu = config.cluster.model
     micro_batches = training.accumulation_steps(nodes * processes // tp_size)
     plain_torch = gpu is not None and not gpu.is_ampere_or_later
     passes = pass_bytes(config, model, on_gpu=gpu is not None, micro_batches=micro_batches, plain_torch=plain_torch)
