@@ -173,7 +173,7 @@ class Run:
     def replicas(self) -> int | None:
         """Number of replicas; None if it is not known."""
         processes = self.environment.get("world_size")
-        if not isinstance(processes, int) or processes < 1:
+        if not isinstance(processes, int) or not 1 <= processes <= 10**6:
             return None
         return max(1, processes // math.ceil(self.number_of("distributed.tensor_model_parallel_size", 1)))
 
@@ -197,12 +197,12 @@ class Run:
         return math.ceil(self.number_of("optimizer.block_size", 1024))
 
     def number_of(self, key: str, default: float) -> float:
-        """A setting as a number, or the default if it is not a positive one."""
+        """A setting as a number, or the default if it is not a positive one, at most 1e9."""
         try:
             value = float(self.settings.get(key, default))
         except ValueError:
             return default
-        return value if math.isfinite(value) and value > 0 else default
+        return value if 0 < value <= 1e9 else default
 
 
 def last_known(values: Column) -> float:

@@ -230,6 +230,8 @@ def test_hostile_settings_do_not_matter(tmp_path: Path) -> None:
     shares = {"optimizer__block_size": 0.5, "distributed__tensor_model_parallel_size": 0.5}
     run = read_run(write_run(tmp_path / "shares", lines(), **shares))
     assert run.replicas == 4 and run.block_size == 1
+    run = read_run(write_run(tmp_path / "large", lines(), world_size=10**30, optimizer__block_size="1e300"))
+    assert run.replicas is None and run.block_size == 1024
 
 
 def test_text_of_a_run_steers_no_terminal(tmp_path: Path) -> None:
