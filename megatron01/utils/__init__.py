@@ -8,4 +8,5 @@ formatting      numbers, tables and sparklines as text
 compilation     numba kernels and their cache on disk
 precision       dtypes of weights, and devices that support them
 random_numbers  seeds and states of random-number generators
+system          cores and memory of this process, on Linux and macOS
 """
