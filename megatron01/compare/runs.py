@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron01.config.yaml_files import flat_settings, load_plain_yaml
 from megatron01.errors import UserError
-from megatron01.utils.files import json_object_or_empty, open_regular
+from megatron01.utils.files import exists, json_object_or_empty, open_regular
 from megatron01.utils.formatting import one_line
 
 Column = NDArray[np.float64]
@@ -219,11 +219,14 @@ def if_known(value: float, show: Callable[[float], str]) -> str:
 def require_folder(folder: Path) -> None:
     """Raises UserError if the path is not a folder, cannot be looked at, or is a folder of runs."""
     try:
-        if folder.is_dir():
-            if (folder / "metrics.jsonl").exists() or not any(folder.glob("*/metrics.jsonl")):
-                return
+        if not exists(folder):
+            reason = "it does not exist"
+        elif not folder.is_dir():
+            reason = "it is a file; give the folder that holds it"
+        elif (folder / "metrics.jsonl").exists() or not any(folder.glob("*/metrics.jsonl")):
+            return
+        else:
             raise UserError(f"{folder} holds no metrics.jsonl; give the runs in it, {folder}/*")
-        reason = "it is a file; give the folder that holds it" if folder.exists() else "it does not exist"
     except OSError as error:  # of a folder above it that this user may not read, for instance
         reason = error.strerror or str(error)
     raise UserError(f"{folder} is no run folder: {reason}")

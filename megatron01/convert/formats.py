@@ -24,7 +24,7 @@ from megatron01.data.tokenizers import Tokenizer, TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.files import files_below, flush_to_disk, read_json_object, sync_folder, writing
+from megatron01.utils.files import exists, files_below, flush_to_disk, read_json_object, sync_folder, writing
 from megatron01.utils.formatting import format_count
 from megatron01.utils.precision import DTYPES, require_support, takes_gpu
 
@@ -63,7 +63,7 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
     """
     path = Path(load)
     try:
-        if not path.exists():
+        if not exists(path):
             raise UserError(f"load is {load!r}, which does not exist; expected a model's folder")
         if (own := _own_checkpoints(path)) is not None:
             return read_checkpoint(str(own), tokenizer)

@@ -31,6 +31,7 @@ from megatron01.errors import EXIT_USER_ERROR, UserError
 from megatron01.parallel import LaunchEnvironment, initialize, lost_replica, mpi
 from megatron01.parallel.process_groups import format_ranks
 from megatron01.parallel.rendezvous import RankInfo, check_ranks, decided_by_rank_0, open_store, require_shared
+from megatron01.utils.files import exists
 from megatron01.utils.formatting import one_line, painter
 
 _SHARED_TIMEOUT = 30.0
@@ -162,7 +163,7 @@ def _folder_problems(folder: Path) -> list[str]:
     A folder that cannot be looked at is a problem that ``diagnose`` names.
     """
     try:
-        is_folder, is_there = folder.is_dir(), folder.exists()
+        is_there, is_folder = exists(folder), folder.is_dir()
     except OSError:
         return []
     if is_there and not is_folder:

@@ -22,6 +22,7 @@ from megatron01.parallel import LaunchEnvironment
 from megatron01.parallel.launch import gloo_interface, interfaces, is_loopback, own_addresses
 from megatron01.parallel.process_groups import format_ranks
 from megatron01.parallel.rendezvous import own_versions
+from megatron01.utils.files import exists
 from megatron01.utils.formatting import columns
 from megatron01.utils.system import usable_cores
 
@@ -90,7 +91,7 @@ def _limit(kind: int) -> int:
 def _free(folder: Path) -> int | None:
     """Bytes free at an absolute path, or at its closest parent that exists; None if it is not mounted or readable."""
     try:
-        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if exists(path))).free
     except OSError:
         return None
 

@@ -31,6 +31,14 @@ def shipped(path: str | os.PathLike[str]) -> Path:
     return ours if not given.exists() and ours.exists() else given
 
 
+def exists(path: Path) -> bool:
+    """True if there is something at ``path``; OSError if that cannot be told, which ``Path.exists`` may take for no."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()
+        return True
+    return False
+
+
 def flush_to_disk(file: IO[Any]) -> None:
     """Wait until what was written to ``file`` is on the disk."""
     file.flush()

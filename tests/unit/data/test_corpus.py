@@ -6,13 +6,13 @@ import bz2
 import gzip
 import io
 import lzma
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from backports import zstd
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -29,6 +29,11 @@ from megatron01.data.preprocessing.corpus import (
     unpacked_blocks,
 )
 from megatron01.errors import UserError
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 PACKERS: dict[Compression, Callable[[bytes], bytes]] = {
     "gzip": gzip.compress,

@@ -18,13 +18,17 @@ import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
-from backports import zstd
 
 from megatron01.data.preprocessing.corpus import Position, read_chunks
 from megatron01.data.preprocessing.inputs import resolve_inputs, rows
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
 from tests.unit.data.test_preprocess import as_json, files, gpt_config, write_lines
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 TEXTS = ["First one. Second one.", "Only one", "Naïve café."]
 JSON_LINES = b"".join(line + b"\n" for line in as_json(TEXTS))
@@ -321,6 +325,7 @@ def test_missing_packages(tmp_path: Path, module: str, name: str, monkeypatch: p
         run(tmp_path, tmp_path / name)
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="zstd is part of Python")
 def test_missing_zstd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl.zst").write_bytes(zstd.compress(JSON_LINES))
     monkeypatch.delattr("backports.zstd")
