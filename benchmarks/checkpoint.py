@@ -26,6 +26,7 @@ from megatron01.checkpoint.save import CheckpointWriter, RunState
 from megatron01.config import CheckpointConfig, DistributedConfig
 from megatron01.optim import build_optimizer, build_schedule
 from megatron01.parallel import ReplicaGroup, initialize
+from megatron01.training.state import as_saved
 from megatron01.utils.formatting import markdown
 
 STEPS = 4
@@ -132,6 +133,8 @@ class _Replica:
         train_step(self._optimizer, self._model.loss, self._batch)
 
     def _state(self) -> RunState:
+        state = self._optimizer
+        replicated, own = as_saved(state.replicated_state(), state.replica_state(), synchronized=state.is_synchronized)
         return RunState(
             metadata=CheckpointMetadata(
                 iteration=self._iteration,
@@ -141,9 +144,10 @@ class _Replica:
                 tokenizer_fingerprint="",
                 parameters={name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()},
                 device=self._group.device.type,
+                synchronized=state.is_synchronized,
             ),
-            replicated=self._optimizer.replicated_state(),
-            replica=self._optimizer.replica_state(),
+            replicated=replicated,
+            replica=own,
             replica_values={},
         )
 
