@@ -60,7 +60,7 @@ done
 [ ${#more[@]} = 0 ] || mpirun+=("${more[@]}") # empty, it would count as unset for bash 3.2
 
 check=("$PYTHON" -m megatron01 doctor)
-[[ " $* " != *" --comm-backend mpi "* ]] || check+=(--comm-backend mpi)
+case " $* " in *" --comm-backend mpi "* | *" --comm-backend=mpi "*) check+=(--comm-backend mpi) ;; esac
 task=("$PYTHON" "$@" --load auto)
 if [ ${#dry_run[@]} -gt 0 ]; then
     [ "$doctor" = no ] || show "${mpirun[@]}" "${check[@]}"

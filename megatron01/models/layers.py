@@ -279,7 +279,14 @@ def computed_again(
         return lambda: function(values).view(shape)
 
     def unpack(kept: torch.Tensor | Callable[[], torch.Tensor]) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else kept()
+        if isinstance(kept, torch.Tensor):
+            return kept
+        if torch.is_grad_enabled():  # by create_graph; what is computed again has no graph
+            raise UserError(
+                "with selective recomputation a gradient cannot be differentiated again; set recompute_activations to"
+                " none or full"
+            )
+        return kept()
 
     return saved_tensors_hooks(pack, unpack)
 

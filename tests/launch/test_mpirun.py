@@ -61,7 +61,7 @@ def test_a_host_file_says_where(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("# the machines\nnode1 slots=8\n\nnode2 slots=4 max_slots=8 # half\n  node3\n")
     variables = {"HOSTS": str(hosts), "INTERFACE": "ib0", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "2"}
-    done = start("--dry-run", "pretrain_gpt.py", "--comm-backend", "mpi", "--save", "a folder", **variables)
+    done = start("--dry-run", "pretrain_gpt.py", "--comm-backend=mpi", "--save", "a folder", **variables)
     assert done.returncode == 0, done.stderr
     check, run = (shlex.split(line) for line in done.stdout.splitlines())
     for words in (check, run):
@@ -69,7 +69,7 @@ def test_a_host_file_says_where(tmp_path: Path) -> None:
         assert "MASTER_ADDR=node1" in words and words[words.index("btl_tcp_if_include") + 1] == "ib0"
         assert {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_DEBUG", "OMP_NUM_THREADS", "NO_COLOR"} <= set(words)
     assert check[-5:] == ["-m", "megatron01", "doctor", "--comm-backend", "mpi"]
-    assert run[-5:] == ["mpi", "--save", "a folder", "--load", "auto"]
+    assert run[-5:] == ["--comm-backend=mpi", "--save", "a folder", "--load", "auto"]
 
 
 @pytest.mark.parametrize(

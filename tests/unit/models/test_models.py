@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -268,6 +269,16 @@ def test_bert_without_its_padding_is_the_same(model_and_batch, placement, recomp
     found = gradients(model, sum(losses.values()))
     for name, gradient in gradients(model, sum(expected.values())).items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_a_second_derivative_with_selective_recomputation_is_refused(model_and_batch, recompute):
+    model, batch = model_and_batch("gpt2", recompute_activations=recompute)
+    with sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+        loss = model(batch["tokens"]).square().mean()
+        refused = nullcontext() if recompute == "none" else pytest.raises(UserError, match="differentiated again")
+        with refused:
+            torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
 
 
 class Synchronizations(TorchDispatchMode):
