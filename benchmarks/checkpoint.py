@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from replica_pool import largest, launch_environment, run_replicas
-from reporting import report, run_program
+from reporting import at_least, report, run_program
 from timing import seconds_of
 from workload import BATCH, Workload, train_step
 
@@ -36,8 +36,8 @@ STEPS = 4
 def main() -> None:
     parser = argparse.ArgumentParser(description="What saving a checkpoint costs, in steps.")
     parser.add_argument("--size", choices=tuple(BATCH), default="small", help="of the model (default: small)")
-    parser.add_argument("--replicas", type=int, default=2, help="processes with one thread each (default: 2)")
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind (default: 5)")
+    parser.add_argument("--replicas", type=at_least(1), default=2, help="processes with one thread each (default: 2)")
+    parser.add_argument("--rounds", type=at_least(2), default=5, help="saves of each kind (default: 5)")
     parser.add_argument("--folder", type=Path, help="where checkpoints are written (default: a temporary folder)")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ from typing import Any
 
 import compress_codec
 import compress_exchange
-from reporting import report, run_program
+from reporting import at_least, report, run_program
 
 
 def main() -> None:
@@ -24,14 +24,16 @@ def main() -> None:
     parser.add_argument(
         "--section", choices=("codec", "exchange"), action="append", help="only this one; may be repeated"
     )
-    parser.add_argument("--elements", type=int, default=30_000_000, help="of the codec's buffer (default: 30 M)")
+    parser.add_argument(
+        "--elements", type=at_least(2048), default=30_000_000, help="of the codec's buffer (default: 30 M)"
+    )
     parser.add_argument(
         "--exchange-elements",
-        type=int,
+        type=at_least(1),
         action="append",
         help="of an exchanged buffer; may be repeated (default: 10 M and 109 M)",
     )
-    parser.add_argument("--rounds", type=int, default=15, help="measured turns (default: 15)")
+    parser.add_argument("--rounds", type=at_least(1), default=15, help="measured turns (default: 15)")
     parser.add_argument("--deepspeed", action="store_true", help="compare with an installed DeepSpeed, too")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()

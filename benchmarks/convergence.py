@@ -29,7 +29,7 @@ from convergence_run import SHAPES, Run, build_config, count_baselines, train, t
 from convergence_variants import Settings, variants
 from records import Records, read_records
 from replica_pool import ReplicaPool
-from reporting import ROOT, machine, revision, run_program
+from reporting import ROOT, at_least, machine, revision, run_program
 from scipy import stats
 
 from megatron01.utils.formatting import markdown
@@ -186,7 +186,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", help="peak learning rates; Adam's best if not given")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=2000, help="of a run (default: 2000)")
-    parser.add_argument("--replicas", type=int, default=Run.replicas)
+    parser.add_argument("--replicas", type=at_least(1), default=Run.replicas)
     parser.add_argument("--size", choices=list(SHAPES), default="yardstick", help="of the model")
     parser.add_argument("--processes", action="store_true", help="replicas are processes over gloo")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "convergence.jsonl")

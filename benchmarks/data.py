@@ -13,7 +13,7 @@ from pathlib import Path
 
 import data_preprocessing
 import data_samples
-from reporting import report
+from reporting import at_least, report, run_program
 
 
 def main() -> None:
@@ -24,9 +24,11 @@ def main() -> None:
         action="append",
         help="only this one; may be repeated",
     )
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="processes to try (default: 1 2)")
+    parser.add_argument(
+        "--workers", type=at_least(1), nargs="+", default=[1, 2], help="processes to try (default: 1 2)"
+    )
     parser.add_argument("--megabytes", type=float, default=8, help="text to preprocess at a time (default: 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="repetitions of preprocessing (default: 3)")
+    parser.add_argument("--rounds", type=at_least(1), default=3, help="repetitions of preprocessing (default: 3)")
     parser.add_argument("--documents", type=float, default=1e7, help="documents to index (default: 1e7)")
     parser.add_argument("--seconds", type=float, default=2, help="for each measurement of samples (default: 2)")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
@@ -42,4 +44,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from statistics import fmean, stdev
 
-from reporting import ROOT, torchrun
+from reporting import ROOT, at_least, torchrun
 
 from megatron01.compare.runs import read_metrics
 from megatron01.utils.formatting import markdown
@@ -104,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=("bert", "gpt2"), default="bert")
     parser.add_argument("--optimizer", default="zero_one_adam")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=at_least(2), default=400)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--replicas", type=int, default=4, help="of the runs that are not interrupted")
     parser.add_argument("--resumed", type=int, nargs="+", default=[1, 2, 8], help="replicas of those that go on")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -16,6 +17,7 @@ import torch
 
 from megatron01.errors import UserError
 from megatron01.monitor.run_directory import git_revision, hardware
+from megatron01.utils.files import writing
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -26,6 +28,17 @@ def run_program(main: Callable[[], None]) -> None:
         main()
     except UserError as error:
         raise SystemExit(f"error: {error}") from None
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The ``type`` of an argument that is a number from ``least`` on."""
+
+    def integer(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{number} is too few; expected {least} or more")
+        return number
+
+    return integer
 
 
 def revision() -> str:
@@ -74,6 +87,9 @@ def reset_peak() -> None:
 def report(title: str, parts: Mapping[str, Callable[[], tuple[Any, str]]], output: Path | None, **known: Any) -> None:
     """Measure each part, which gives its numbers and their Markdown; print it, and write all as JSON to ``output``."""
     result: dict[str, Any] = {**known, "machine": f"{machine()}, {datetime.date.today()}"}
+    if output is not None:
+        with writing(output):
+            output.touch()  # a path that cannot be written ends it before the work, not after
     print(f"# {title}: {result['machine']}\n", flush=True)
     busy = [busy_cores()]
     for name, measure in parts.items():

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from replica_pool import ReplicaPool, largest, launch_environment
-from reporting import run_program
+from reporting import at_least, run_program
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01.comm import BlockLayout, DenseAllReduce, OneBitAllReduce, Topology
@@ -194,8 +194,10 @@ def table(lines: list[dict[str, Any]]) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=1 << 23, help="of the exchanged buffer (default: %(default)s)")
-    parser.add_argument("--replicas", type=int, nargs="+", default=REPLICAS, help="powers of 2 (default: 2 to 16)")
+    parser.add_argument(
+        "--elements", type=at_least(1), default=1 << 23, help="of the exchanged buffer (default: %(default)s)"
+    )
+    parser.add_argument("--replicas", type=at_least(2), nargs="+", default=REPLICAS, help="default: 2 4 8 16")
     given = parser.parse_args()
     lines: list[dict[str, Any]] = []
     for replicas in given.replicas:

@@ -27,7 +27,7 @@ from convergence_run import SHAPES, small_vocabulary
 from hosts import bits_per_second, why_not
 from records import Records, read_records
 from replica_pool import ReplicaFailed
-from reporting import ROOT, machine, revision, run_program
+from reporting import ROOT, at_least, machine, revision, run_program
 from rivals.entries import ALONE, BASELINE, ENTRIES
 from slow_network_lab import NO_HOSTS, Lab, Race, find_profile
 from slow_network_table import OURS, expected_seconds, report, same_links
@@ -297,12 +297,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--whole", type=_rate, nargs="*", default=[], metavar="RATE", help="whole runs here too")
     parser.add_argument("--longest", type=float, default=600.0, help="seconds; what would take more is only timed")
-    parser.add_argument("--timed-steps", type=int, default=32, help="of a timed run")
+    parser.add_argument("--timed-steps", type=at_least(2), default=32, help="of a timed run")
     parser.add_argument("--steps", type=int, default=400, help="of a run")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--hosts", type=int, choices=range(2, 9), default=4, metavar="2..8")
     parser.add_argument("--size", choices=list(SHAPES), default="small", help="of the model")
-    parser.add_argument("--evaluations", type=int, default=20, help="in a run; the clock stands still meanwhile")
+    parser.add_argument(
+        "--evaluations", type=at_least(1), default=20, help="in a run; the clock stands still meanwhile"
+    )
     parser.add_argument("--tune", action="store_true", help="find learning rates, without hosts")
     parser.add_argument("--losses", action="store_true", help="only whole runs without hosts, for what they learn")
     parser.add_argument("--advise", action="store_true", help="only what --auto chooses at the rates")

@@ -18,7 +18,7 @@ import step_arithmetic
 import step_memory
 import step_optimizers
 import step_phases
-from reporting import report, run_program
+from reporting import at_least, report, run_program
 from workload import RECIPES, Workload
 
 
@@ -27,10 +27,10 @@ def main() -> None:
     parser.add_argument("--size", default="debug", help=f"of the model: {sizes_of('gpt2')}; {sizes_of('bert')}")
     parser.add_argument("--model", choices=("gpt2", "bert"), default="gpt2")
     parser.add_argument(
-        "--replicas", type=int, default=2, help="processes on this machine, one thread each (default: 2)"
+        "--replicas", type=at_least(1), default=2, help="processes on this machine, one thread each (default: 2)"
     )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the phases and the memory")
-    parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind (default: 5)")
+    parser.add_argument("--steps", type=at_least(1), default=5, help="measured steps of each kind (default: 5)")
     parser.add_argument("--section", choices=tuple(SECTIONS), action="append", help="only this one; may be repeated")
     parser.add_argument("--json", type=Path, help="also write all numbers to this file")
     arguments = parser.parse_args()

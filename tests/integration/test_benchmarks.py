@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron01.errors import UserError
 from tests.programs import ROOT, run_python
 
 pytestmark = pytest.mark.slow
@@ -99,6 +100,43 @@ def test_a_folder_for_saves_that_is_not_there_is_named(
     with pytest.raises(SystemExit):
         benchmarks("checkpoint").main()
     assert capsys.readouterr().err.endswith("error: --folder /nowhere is not a folder\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "flag", "value", "least"),
+    [
+        ("step", "--steps", 0, 1),
+        ("compress", "--elements", 2047, 2048),
+        ("data", "--workers", 0, 1),
+        ("checkpoint", "--rounds", 1, 2),
+        ("scaling", "--replicas", 1, 2),
+        ("convergence", "--replicas", 0, 1),
+        ("elastic_resume", "--steps", 1, 2),
+        ("slow_network", "--evaluations", 0, 1),
+    ],
+)
+def test_too_few_are_named(
+    benchmarks: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    program: str,
+    flag: str,
+    value: int,
+    least: int,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", flag, str(value)])
+    with pytest.raises(SystemExit):
+        benchmarks(program).main()
+    expected = f"error: argument {flag}: {value} is too few; expected {least} or more\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
+def test_a_report_that_cannot_be_written_is_named_before_the_work(benchmarks: Any, tmp_path: Path) -> None:
+    def work() -> tuple[Any, str]:
+        raise AssertionError("begun")
+
+    with pytest.raises(UserError, match=r"missing/result\.json cannot be written"):
+        benchmarks("reporting").report("Title", {"work": work}, tmp_path / "missing" / "result.json")
 
 
 def test_an_endurance_run_that_ends_too_soon_to_be_sampled_is_named(benchmarks: Any, tmp_path: Path) -> None:
