@@ -45,23 +45,25 @@ THEMES = {"light": ("#24292f", "#d0d7de"), "dark": ("#e6edf3", "#444c56")}
 
 
 def table(evidence: Evidence) -> str:
-    """The comparison as Markdown, made from the available records, with a list of the missing ones."""
-    parts, missing = [], []
+    """The comparison as Markdown, made from the available records, with a list of what is missing."""
+    parts = []
     for kind, title in KINDS.items():
-        if getattr(evidence.spec, kind) is None:
-            continue
-        records = evidence.of_chosen(kind)
-        missing += [f"{kind} {name}: nothing" for name in evidence.spec.optimizers if name not in records]
-        if records:
+        if evidence.of_chosen(kind):
             parts += [f"## {title}\n", of_training(evidence, kind), *of_use(evidence, kind)]
-    return "\n".join([*parts, *_notes(evidence), *(f"Missing: {name}." for name in missing)]) + "\n"
+    runs = dict.fromkeys(run for kind in KINDS for run, _ in evidence.runs(kind))
+    missing = [str(run) for run in runs if run not in evidence.records]
+    if evidence.spec.glue is not None:
+        scored = {task for record in evidence.records.values() for task in record.get("glue", ())}
+        missing += [f"GLUE, {task}" for task in evidence.spec.glue["tasks"] if task not in scored]
+    return "\n".join([*parts, *_notes(evidence), *([f"Missing: {'; '.join(missing)}."] if missing else [])]) + "\n"
 
 
 def _notes(evidence: Evidence) -> list[str]:
     every = evidence.records.values()
-    diverged = sum(record["score"] is None for record in every)
+    diverged = [str(run) for run, record in evidence.records.items() if record["score"] is None]
+    named = f" ({'; '.join(diverged)})" if diverged else ""
     made = [", ".join(sorted({record[key] for record in every})) for key in ("revision", "machine", "date")]
-    notes = [f"Runs: {len(every)}, of which {diverged} diverged. " + "; ".join(made) + "."]
+    notes = [f"Runs: {len(every)}, of which {len(diverged)} diverged{named}. " + "; ".join(made) + "."]
     if len({record["revision"] for record in every}) > 1:
         notes.append("**These runs are of different commits.**")
     return notes

@@ -42,7 +42,8 @@ def trained(study: Any, optimizer: str, seed: int) -> dict[str, Any]:
 
 
 def test_the_table_is_made_of_what_is_there(study: Any) -> None:
-    evidence = study.Evidence(study_spec(study, bert={"flags": "", "rates": [0.001, 0.002]}), counts={"SST-2": 79.0})
+    sections = {"bert": {"flags": "", "rates": [0.001, 0.002]}, "glue": {"tasks": ["SST-2", "RTE"]}}
+    evidence = study.Evidence(study_spec(study, **sections), counts={"SST-2": 79.0})
     run = importlib.import_module("study_records").Run
     for seed, (adam, ours) in enumerate([(3.0, 3.1), (3.2, 3.3), (3.1, 3.2)]):
         glue = {"SST-2": {"batch 32": [80.0 + seed, 81.0 + seed, 99.0]}}
@@ -56,8 +57,13 @@ def test_the_table_is_made_of_what_is_there(study: Any) -> None:
     assert "| 0/1 Adam | 0.002 (its best) | 3 | 3.2000 ± 0.1000 | +0.1000 (se 0.0000) |" in text
     assert "| SST-2 | 79.0 | 82.00 ± 1.00 | 71.10 ± 0.10 |" in text
     assert "told apart by paired t-tests: 0/1 Adam from Adam on SST-2" in text
-    assert "Missing: bert 1-bit Adam: nothing." in text
-    assert "8, of which 1 diverged" in text and "of different commits" in text
+    absent = [f"1-bit Adam, learning rate {rate}, seed 0" for rate in (0.001, 0.002)]
+    absent += [f"{name} Adam, learning rate 0.001, seed {seed}" for seed in (1, 2) for name in ("1-bit", "0/1")]
+    assert f"\nMissing: {'; '.join(f'BERT, {name}' for name in absent)}; GLUE, RTE.\n" in text
+    assert (
+        "8, of which 1 diverged (BERT, 0/1 Adam, learning rate 0.001, seed 0)." in text
+        and "of different commits" in text
+    )
 
 
 def test_what_is_compared_is_of_the_same_seeds(study: Any) -> None:
