@@ -83,8 +83,10 @@ def of_training(evidence: Evidence, kind: str) -> str:
             values = [factor * record["score"] for record in by_seed.values()]
             one = next(iter(by_seed.values()))
             gap = [factor * (by_seed[seed]["score"] - baseline[seed]["score"]) for seed in by_seed if seed in baseline]
-            is_best = rate == evidence.best_rate(kind, optimizer) and len(tried) > 1
-            own = " (its best)" if is_best else ""
+            own = ""
+            if rate == evidence.best_rate(kind, optimizer) and len(tried) > 1:
+                end = {min(tried): ", the lowest tried", max(tried): ", the highest tried"}.get(rate, "")
+                own = f" (its best{end})"
             cells = [optimizer, f"{rate:g}{own}", str(len(values)), spread(values, digits)]
             cells += ["" if by_seed is baseline else difference(gap, digits), f"{one['bytes'] / 1e6:.3g}"]
             rows.append([*cells, f"{one['bits']:.3g}" if "bits" in one else "", str(one.get("rounds", ""))])

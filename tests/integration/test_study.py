@@ -53,8 +53,8 @@ def test_the_table_is_made_of_what_is_there(study: Any) -> None:
     evidence.records[run("bert", "Adam", 0.002, 0)] = record(3.5)
     evidence.records[run("bert", "0/1 Adam", 0.001, 0)] = record(None, revision="other")
     text = study.table(evidence)
-    assert "| Adam | 0.001 (its best) | 3 | 3.1000 ± 0.1000 |  |" in text
-    assert "| 0/1 Adam | 0.002 (its best) | 3 | 3.2000 ± 0.1000 | +0.1000 (se 0.0000) |" in text
+    assert "| Adam | 0.001 (its best, the lowest tried) | 3 | 3.1000 ± 0.1000 |  |" in text
+    assert "| 0/1 Adam | 0.002 (its best, the highest tried) | 3 | 3.2000 ± 0.1000 | +0.1000 (se 0.0000) |" in text
     assert "| SST-2 | 79.0 | 82.00 ± 1.00 | 71.10 ± 0.10 |" in text
     assert "told apart by paired t-tests: 0/1 Adam from Adam on SST-2" in text
     absent = [f"1-bit Adam, learning rate {rate}, seed 0" for rate in (0.001, 0.002)]
