@@ -78,7 +78,6 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
             "four_bits_bound1": BOUND1,
         }.items():
             found[f"{name}_kappa{kappa}"] = {**settings, "variance_kappa": kappa}
-    found["mean_kappa64"] = {**MEAN, "variance_kappa": 64}
     found["rows_kappa64"] = {**ROWS, "variance_kappa": 64}
     found |= {f"bound1_kappa16_{name}": {**BOUND1, **changes} for name, changes in CHANGES_OF_BOUND1.items()}
     found["bound05_kappa16"] = {**BOUND1, "step_bound": 0.5}
@@ -106,6 +105,7 @@ def _zero_one_adam(steps: int) -> dict[str, Settings]:
         "delayed": {**FOUR_BITS, "delay_synchronization": True},
         "kappa32": {**FOUR_BITS, "variance_kappa": 32},
         "kappa64": {**FOUR_BITS, "variance_kappa": 64},
+        "bf16_state": {**FOUR_BITS, "state_dtype": "bf16"},
         "kappa64_from_4": {**FOUR_BITS, "variance_kappa": 64, **FROM_4},
     }
 

@@ -43,7 +43,7 @@ def measure(workload: Workload, _: int) -> tuple[dict[str, dict[str, dict[str, f
         for name, kinds in result.items()
         for kind, entry in kinds.items()
     ]
-    header = ["optimizer", "step", "ms", "/ (fp32 all-reduce + AdamW)", "/ AdamW alone", "MB sent"]
+    header = ["optimizer", "step", "ms", "/ (fp32 all-reduce + Adam)", "/ Adam alone", "MB sent"]
     title = f"## Steps of every optimizer on {REPLICAS} replicas, without clipping\n\n"
     return result, title + markdown([header, *rows])
 

@@ -158,16 +158,21 @@ def test_the_figures_of_a_gpu_are_those_of_its_record(page: str) -> None:
 
 
 def test_the_figures_below_the_picture_are_those_of_the_study() -> None:
-    study = (ROOT / "docs" / "study.md").read_text().split("## GPT-2")[1]
+    study = (ROOT / "docs" / "study.md").read_text().split("## GPT-2")[1].split("\n## ")[0]
     sent = re.search(r"1-bit Adam sent ([\d.]+) times as much and Adam (\d+)", study)
     ended = re.search(r"1-bit Adam ended ([\d.]+) ± ([\d.]+) higher; .* 0/1 Adam by ([\d.]+) ± ([\d.]+);", study)
-    assert sent and ended
+    bits = dict(re.findall(r"^\| ([\w/-]+ Adam|Adam) \|(?:[^|]*\|){5} ([\d.]+) \|", study, re.MULTILINE))
+    assert sent and ended and bits.keys() == {"Adam", "1-bit Adam", "0/1 Adam"}
+    in_16_bits = float(bits["1-bit Adam"]) - 16 * 225 / 1200  # its full steps, of all
     shown = re.search(
-        r"sent (\d+)\s+times less than Adam and (\d+) times less than 1-bit Adam; it ended ([\d.]+) above Adam "
-        r"\(standard error ([\d.]+)\), 1-bit Adam ([\d.]+) \(([\d.]+)\)\.",
+        r"sent (\d+)\s+times less than Adam and (\d+) times less than 1-bit Adam, whose full gradients are fp32 here "
+        r"\(in 16 bits it would be (\d+) and (\d+) times\);\s+it ended ([\d.]+) above Adam \(standard error "
+        r"([\d.]+)\), 1-bit Adam ([\d.]+) \(([\d.]+)\)\.",
         README,
     )
-    assert_shown(shown, [float(text) for text in (sent[2], sent[1], ended[3], ended[4], ended[1], ended[2])])
+    halved = [bits_sent / float(bits["0/1 Adam"]) for bits_sent in (16.0, in_16_bits)]
+    differences = [float(text) for text in (ended[3], ended[4], ended[1], ended[2])]
+    assert_shown(shown, [float(sent[2]), float(sent[1]), *halved, *differences])
 
 
 def test_files_and_folders_that_it_names_exist() -> None:
