@@ -118,6 +118,8 @@ def gaps(records: list[dict[str, Any]]) -> str:
     ``gap`` is the mean over the seeds that both have, with the half width of its 95 % confidence interval (Student's t
     over paired differences).
     """
+    if not records:
+        return "No run yet.\n"
     parts = []
     for setup in dict.fromkeys(_setup(record) for record in records):
         chosen = [record for record in records if _setup(record) == setup]

@@ -103,6 +103,7 @@ def test_gaps_are_paired_by_seed(benchmarks: Any) -> None:
 
     adams = {(0.1, 0): 5.0, (0.1, 1): 5.1, (0.1, 2): 5.3, (0.2, 0): 5.9}
     ours = {(0.1, 0): 5.1, (0.1, 1): 5.2, (0.1, 2): 5.4, (0.1, 3): 9.0, (0.2, 0): None}
+    assert table.gaps([]) == "No run yet.\n"
     text = table.gaps(records("adam", adams) + records("zero_one_adam", ours) + records("sgdm", {(0.1, 1): 5.4}))
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert lines[2] == "| adam | 0.1 | 3 | 5.1333 |  |  |"
