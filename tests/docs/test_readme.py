@@ -125,15 +125,16 @@ def test_the_memory_of_a_sharded_optimizer_is_what_the_planner_says() -> None:
 
 @pytest.mark.slow
 def test_the_table_of_links_is_what_the_planner_says() -> None:
-    rows = re.findall(r"^\| (\d+) Gbit/s \| `(\w+)`.*\| ([\d.]+) \| ([\d.]+) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) Gbit/s \| `(\w+)`.*" + 3 * r"\| ([\d.]+) " + r"\|$", README, re.MULTILINE)
     assert len(rows) == 4
-    for gbits, optimizer, gain, one_bit in rows:
+    for gbits, optimizer, gain, four_bits, one_bit in rows:
         flags = ["--config", "configs/gpt2/345m.yaml", "--gpu", "a100", "--nodes", "4", "--link-gbits", gbits]
         shown = run_python("-m", "megatron01", "plan", *flags, cwd=ROOT)
         assert f"recommended: {optimizer}" in shown
         assert optimizer == "adam" or f"({float(gain):.2g} times as fast as adam" in shown
-        (found,) = re.findall(r"^one_bit_adam .* ([\d.]+) +\d+%", shown, re.MULTILINE)
-        assert abs(float(found) - float(one_bit)) < 0.06
+        for name, gain in (("quantized_adam", four_bits), ("one_bit_adam", one_bit)):
+            (found,) = re.findall(rf"^{name} .* ([\d.]+) +\d+%", shown, re.MULTILINE)
+            assert abs(float(found) - float(gain)) < 0.06
 
 
 def assert_shown(shown: re.Match[str] | None, values: Sequence[float]) -> None:
