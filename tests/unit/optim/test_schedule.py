@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron01.config import OptimizerConfig
 from megatron01.errors import UserError
 from megatron01.optim import LRSchedule, TabulatedSchedule, build_schedule
-from megatron01.optim.schedule import STYLES, WSD_STYLES
+from megatron01.optim.schedule import STYLES, WSD_STYLES, sample
 
 
 def schedule(style: str, **changes: Any) -> LRSchedule:
@@ -155,3 +155,11 @@ def test_settings_become_a_schedule() -> None:
 
 def test_a_table_warms_up_until_its_peak() -> None:
     assert TabulatedSchedule([0.0, 0.5, 1.0, 1.0, 0.5]).warmup_steps == 2
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 4, 8, 16, 32, 64, 12, 37, 49, 86, 99])
+def test_a_fingerprint_tells_schedules_apart_that_differ_at_one_of_its_steps(step: int) -> None:
+    """Powers of two, as schedules change most at the beginning, and eighths of the run."""
+    rates = [0.5] * 99 + [1.0]
+    changed = [rate / 2 if t == step else rate for t, rate in enumerate(rates)]
+    assert sample(TabulatedSchedule(changed)) != sample(TabulatedSchedule(rates))
