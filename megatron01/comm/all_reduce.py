@@ -293,7 +293,7 @@ class DenseExchange(Exchange):
         """Only keep a reference to ``value``: ``send`` reads it."""
         self._value = value
 
-    def send(self, bucket: int, status: Status | torch.Tensor, square_sum: torch.Tensor | float = 0.0) -> None:
+    def send(self, bucket: int, status: Status | torch.Tensor) -> None:
         """See ``Exchange``. The means of earlier buckets may be written to ``value`` meanwhile."""
         self._mean.send(bucket, status)
 

@@ -28,15 +28,12 @@ class Exchange(ABC):
     Attributes:
         buckets: (first, last + 1) block of each bucket, in the order of the buffer. Their number changes no bit of the
             result.
-        square_sum: the sum of those sent, the same on all replicas; set by ``reduce``. If processes are averaged inside
-            nodes that are replicas, it is that of the nodes' means.
     """
 
     buckets: list[tuple[int, int]]
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self.square_sum = 0.0
 
     @abstractmethod
     def begin(self, key: int = 0, *, watch: bool = False) -> None:
@@ -53,11 +50,10 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def send(self, bucket: int, status: Status | torch.Tensor, square_sum: torch.Tensor | float = 0.0) -> None:
+    def send(self, bucket: int, status: Status | torch.Tensor) -> None:
         """Send a bucket, all of whose blocks are compressed, to the servers.
 
-        ``status`` may still be on the device (fp32[]). ``square_sum`` (fp32[] on the device) is the sum of squares of
-        this replica's values: the sum over all replicas is known after ``reduce``.
+        ``status`` may still be on the device (fp32[]).
         """
 
     @abstractmethod

@@ -116,6 +116,8 @@ class OneBitAllReduce(Exchange):
         worker_ranges: (first, last + 1) blocks that this process sends to the servers, in the order in which they lie
             in its worker error; ranges may be empty.
         server_ranges: the same of what it serves, and of its server error.
+        square_sum: the sum of those sent, the same on all replicas; set by ``reduce``. If processes are averaged inside
+            nodes that are replicas, it is that of the nodes' means.
     """
 
     def __init__(
@@ -238,7 +240,10 @@ class OneBitAllReduce(Exchange):
         self._codec.compress(first, last, value, self._worker_error, packed, key, new_error=new_error)
 
     def send(self, bucket: int, status: Status | torch.Tensor, square_sum: torch.Tensor | float = 0.0) -> None:
-        """Start a bucket's all-to-all; hierarchical: the one inside the node, and send the previous bucket across."""
+        """Start a bucket's all-to-all; hierarchical: the one inside the node, and send the previous bucket across.
+
+        ``square_sum`` (fp32[] on the device) is the sum of squares of this replica's values.
+        """
         payload, header = self._payloads[bucket], Header(status, square_sum=square_sum)
         if self._local is None:
             self._codec.finish_rows(payload.sent.rows, header)
