@@ -508,3 +508,34 @@ def test_replicas_stay_equal_when_a_full_step_follows_one_whose_learning_rate_is
     """Nothing is exchanged at that step, so their momenta differ: the full step has to exchange more than gradients."""
     (kinds, digests), others = run_replicas(replica_with_a_pause, 2)
     assert kinds[5:7] == ["one_bit", "full"] and (kinds, digests) == others
+
+
+def clipped_replica(transport: Transport, loss_scale: float, wire: Any) -> tuple[list[float], torch.Tensor]:
+    parameter = nn.Parameter(torch.ones(64))
+    optimizer = ZeroOneAdam(
+        [parameter],
+        LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=40),
+        max_grad_norm=1.0,
+        loss_scaler=LossScaler(initial=loss_scale),
+        block_size=64,
+        gradient_wire_dtype=wire,
+        process_group=Topology.flat(transport),
+    )
+    generator = torch.Generator().manual_seed(transport.rank)
+    norms = []
+    for _ in range(24):
+        parameter.grad = torch.randn(64, generator=generator) * optimizer.loss_scale
+        optimizer.step()
+        norms.append(optimizer.last_step.grad_norm)
+    assert optimizer.last_step.grad_norm_estimated
+    return norms, parameter.detach()
+
+
+@pytest.mark.parametrize("wire", [torch.float32, "4bit"])
+def test_a_loss_scale_that_is_a_power_of_two_changes_no_bit_of_clipping(wire: Any) -> None:
+    """Nor of the norms estimated between two full steps, for which replicas send each other those of their own."""
+    for plain, scaled in zip(
+        run_replicas(clipped_replica, 2, 1.0, wire), run_replicas(clipped_replica, 2, 64.0, wire), strict=True
+    ):
+        assert scaled[0] == plain[0]
+        assert torch.equal(scaled[1], plain[1])
