@@ -20,8 +20,10 @@ from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, i
 from tests.distributed.harness import run_ranks
 from tests.tiers import slow_after
 
-SHAPES = {"cut": (40, 3), "common": (70,), "also_cut": (200,)}
+SHAPES = {"cut": (40, 3), "common": (700,), "also_cut": (200,)}
 COMMON = {"common"}
+LARGE = 100.0
+"""Factor that makes the common gradients about as large as all others: counted twice, they show in a sum."""
 SCHEDULE = LRSchedule(style="cosine", peak_lr=0.01, warmup_steps=2, total_steps=60)
 SETTINGS: dict[str, Any] = {"block_size": 32, "bucket_elements": 128, "watch_interval": 2}
 FAMILY: dict[str, Any] = {
@@ -124,7 +126,9 @@ def norms_of_parts(rank: int, size: int, settings: dict[str, Any]) -> tuple[list
         model, optimizer = process.build("zero_one_adam", max_grad_norm=1.0, variance_kappa=2, variance_freeze_step=40)
         found, estimated, expected = [], [], []
         for step in range(20):
-            report = process.step(model, optimizer, process.gradients(step))
+            gradients = process.gradients(step)
+            gradients["common"] *= LARGE
+            report = process.step(model, optimizer, gradients)
             found.append(report.grad_norm)
             estimated.append(report.grad_norm_estimated)
             square = 0.0
@@ -132,7 +136,8 @@ def norms_of_parts(rank: int, size: int, settings: dict[str, Any]) -> tuple[list
                 for part in [0] if key in COMMON else [1, 2]:
                     seeds = [100_000 * step + 1000 * replica + 100 * part + 10 * index for replica in range(size // 2)]
                     draws = [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
-                    mean = 10.0 ** (part - 1) * (0.3 + torch.stack(draws).mean(0))
+                    size_of_part = 10.0 ** (part - 1) * (LARGE if key in COMMON else 1.0)
+                    mean = size_of_part * (0.3 + torch.stack(draws).mean(0))
                     square += float(mean.square().sum())
             expected.append(square**0.5)
     return found, estimated, expected
@@ -223,8 +228,14 @@ def decide(rank: int, size: int) -> Any:
         model, freezing = process.build("freezes by itself")
         for step in range(50):
             growth = 1.15 ** min(step, 30) if process.parts.rank == 1 else 1.0
-            gradients = {k: g * (1.0 if k in COMMON else growth) for k, g in process.gradients(step % 5).items()}
+            gradients = {k: g * (LARGE if k in COMMON else growth) for k, g in process.gradients(step % 5).items()}
             process.step(model, freezing, gradients)
+        sums = {True: 0.0, False: 0.0}
+        for parameter, _, part in freezing._flat.named_slices(freezing.replicated_state()["v"]):
+            sums[parameter.name in COMMON] += float(part.double().sum())
+        expected = sums[True] + sum(row[0] for row in process.parts.gather([sums[False]]))
+        assert freezing._sum_of_second_moment() == pytest.approx(expected, rel=1e-6)
+        assert sums[True] > 1e-4 * expected
         return kinds, ratios, freezing.frozen_since
 
 
