@@ -214,7 +214,9 @@ def roll_back_on_a_slow_file_system(rank, world_size, folder):
             save(folder, rank, world_size, iteration, group)
         if rank == 1:
             manifest.iterations = lambda folder: [3]
-        return roll_back(Path(folder), 9, group)
+        with pytest.raises(UserError, match="iteration 6, from before the order of the training samples changed"):
+            roll_back(Path(folder), 9, group, first_sample=49)
+        return roll_back(Path(folder), 9, group, first_sample=48)  # the first after 6 steps
 
 
 def test_all_ranks_roll_back_to_the_same_checkpoint_whatever_their_file_systems_list(tmp_path):

@@ -135,9 +135,13 @@ def load(rank: int, world_size: int, folder: str, name: str) -> dict[str, Tensor
             readers=group.process_group,
             group=group,
         )
+        averages = {
+            f"average {key}": torch.cat([piece.tensor for piece in state.average if piece.key == key])
+            for key in {piece.key for piece in state.average}
+        }
         go_on()
         loaded = optimizer.replicated_state() | optimizer.replica_state()
-        found = {key: tensor.clone() for key, tensor in loaded.items()} | {"residual": residual(optimizer)}
+        found = {key: tensor.clone() for key, tensor in loaded.items()} | averages | {"residual": residual(optimizer)}
         views = torch.cat([view.flatten() for view in optimizer.master_parameters().values()])
         assert torch.equal(views, torch.cat([parameter.detach() for parameter in parameters]))
         assert optimizer.step_count == int(state.scalars[0]) > 0
@@ -162,6 +166,12 @@ def test_the_mean_step_is_taken_and_the_mean_error_stays(name: str, new_size: in
         assert torch.equal(old[0]["m"], old[1]["m"]) and not old[0]["u"].any()
     new = run_ranks(load, new_size, str(tmp_path), name, default_group=new_size > 1)
     assert all(torch.equal(replica["print"], new[0]["print"]) for replica in new)
+    averages = [key.removeprefix("average ") for key in new[0] if key.startswith("average ")]
+    assert {"m", "u"} <= {*averages} or not local
+    for key in averages:
+        parts = mean(old, key).split(BLOCK * -(-SIZES[0] // BLOCK))  # each parameter begins at a block
+        whole = torch.cat([parts[0][: SIZES[0]], torch.cat(parts[1:])[: SIZES[1]]])
+        torch.testing.assert_close(new[0][f"average {key}"].double(), whole, rtol=1e-6, atol=1e-9)
 
     u, x, residual_before = mean(old, "u"), old[0]["x"].double(), mean(old, "residual")
     assert (residual_before.norm() > 0) == (name != "uncompressed")

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron01.checkpoint.reshard import _by_stem
+from megatron01.checkpoint.save import tensors_of_rank
 from megatron01.checkpoint.storage import StoredTensor
 
 
@@ -23,3 +26,18 @@ def test_names_tell_the_ranges():
 def test_ranges_of_another_length_are_refused_before_memory_is_taken(name):
     with pytest.raises(ValueError, match="of 2 elements"):
         _by_stem({name: stored(2)})
+
+
+def test_ranks_have_the_same_share_of_the_rest_whether_or_not_the_momentum_is_shared_out():
+    """So that host copies of one save serve the next."""
+    rest = {f"{key}.{index}": torch.zeros(size) for key in "xv" for index, size in enumerate((50, 30, 20))}
+    momentum = {f"m.{index}": torch.zeros(size) for index, size in enumerate((50, 30, 20))}
+    layout = SimpleNamespace(tensor_model_parallel_size=1, optimizer_shards=1)
+    shares = []
+    for rank in range(3):
+        group = SimpleNamespace(rank=rank, world_size=3)
+        shares.append(tensors_of_rank(momentum | rest, {}, group, layout))
+        own = {name for name in shares[-1] if not name.startswith("m.")}
+        assert own == tensors_of_rank(rest, {}, group, layout).keys()
+    assert sorted(name for share in shares for name in share) == sorted(momentum | rest)
+    assert max(sum(tensor.nbytes for tensor in share.values()) for share in shares) <= 1.3 * 4 * 300 / 3
