@@ -6,6 +6,7 @@ import pytest
 
 from megatron01.errors import UserError
 from megatron01.optim import LossScaler
+from megatron01.optim.loss_scaler import OverflowGuard
 
 
 def test_halves_after_the_hysteresis_and_then_at_every_overflow() -> None:
@@ -73,6 +74,15 @@ def test_a_state_without_loss_scaling_changes_nothing() -> None:
     scaler = LossScaler(initial=8.0)
     scaler.load_state([0.0, 0.0, 0.0])
     assert scaler.state() == LossScaler(initial=8.0).state()
+
+
+def test_a_step_that_another_replica_called_off_counts_neither_as_good_nor_as_an_overflow() -> None:
+    guard = OverflowGuard(LossScaler(initial=8.0, window=2, hysteresis=1), max_skipped_steps=9)
+    scales = []
+    for overflow_here, skipped in ((False, False), (False, True), (False, True), (False, False), (True, True)):
+        guard.record(overflow_here=overflow_here, skipped=skipped)
+        scales.append(guard.loss_scale)
+    assert scales == [8.0, 8.0, 8.0, 16.0, 8.0]
 
 
 def test_contradictions_are_refused() -> None:
