@@ -9,6 +9,10 @@ from megatron01.optim import LossScaler
 from megatron01.optim.loss_scaler import OverflowGuard
 
 
+def test_defaults_are_those_of_the_documentation() -> None:
+    assert LossScaler().state() == [2.0**16, 0.0, 2.0]
+
+
 def test_halves_after_the_hysteresis_and_then_at_every_overflow() -> None:
     scaler = LossScaler(initial=1024.0, window=3, hysteresis=2)
     scales = []
