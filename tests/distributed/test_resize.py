@@ -117,6 +117,9 @@ def save(rank: int, world_size: int, folder: str, name: str, steps: int) -> dict
             config_yaml="",
             group=group,
         )
+        for key, place in optimizer.error_places().items():  # every element is owed once in the mean over all
+            blocks = place.share * sum(last - first for first, last in place.ranges)
+            assert group.sum(blocks) == world_size * sum(-(-size // BLOCK) for size in SIZES), key
         copies = {name: tensor.clone() for name, tensor in (replicated | replica).items()}
         return copies | {"residual": residual(optimizer), "steps": torch.tensor(optimizer._local.since_sync.steps)}
 

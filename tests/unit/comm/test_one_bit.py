@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron01.comm.kernels.specification import decode_packed, mean_scales, unpack_mask
 from megatron01.comm.one_bit import OneBitAllReduce
 from megatron01.comm.payload import HEADER_BYTES, BlockLayout, Packed, PackedFormat, Quantizer, Status
-from megatron01.comm.transport import Transport
+from megatron01.comm.transport import Topology, Transport
 from tests.residuals import add_errors
 from tests.unit.comm.buffers import bits_of, layout_of, random_active, random_buffer
 from tests.unit.comm.in_process import InProcessTransport, run_replicas
@@ -363,3 +363,13 @@ def test_memory_is_two_errors_and_two_payloads() -> None:
 
     d, n = layout.num_elements, 2
     assert run_replicas(worker, n) == [pytest.approx(4 * d * (1 + 1 / n) + 2 * d * (1 / 8 + 2 / 1024), rel=1e-3)] * n
+
+
+def counted_by_node(transport: Transport) -> tuple[int, int, int]:
+    row = torch.zeros(16, dtype=torch.uint8)
+    transport.all_gather(row.new_empty(transport.size, 16), row).wait()
+    return Topology.flat(transport, local_size=2).sent()
+
+
+def test_of_what_a_flat_exchange_sends_the_rows_to_other_nodes_leave_this_one() -> None:
+    assert run_replicas(counted_by_node, 4) == [(48, 32, 0)] * 4

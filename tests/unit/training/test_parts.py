@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -14,6 +16,7 @@ from megatron01.training.consistency import (
     require_agreement,
     require_equal_replicas,
 )
+from megatron01.training.state import meter_state
 from megatron01.training.step import LocalComputeTime, LossModule, mean_loss, training_step
 
 
@@ -129,3 +132,21 @@ def test_disagreement_is_named(group):
         require_agreement({"the settings": "abc"}, Group())
     with pytest.raises(ReplicasDiverged, match="replica 1 differs from replica 0 after iteration 3"):
         require_equal_replicas("abc", 3, Group())
+
+
+@pytest.mark.parametrize(
+    ("size", "replica", "comm_bytes", "between"), [(1, 1, 50, 20), (1, 3, 50, 20), (4, 0, 2, 1), (2, 9, 20, 8)]
+)
+def test_bytes_sent_by_a_replica_are_divided_among_the_ranks_of_another_tensor_parallel_size(
+    size, replica, comm_bytes, between
+):
+    meters = [
+        {kind: {"comm_bytes": 10 * rank, "comm_bytes_between_nodes": 4 * rank, "steps": 7} for kind in ("run", "line")}
+        for rank in range(4)
+    ]
+    replicas = [{"meter": meter} for meter in meters]
+    saved = SimpleNamespace(tensor_model_parallel_size=2, num_replicas=2, world_size=4, replicas=replicas)
+    found = meter_state(saved, 2, SimpleNamespace(size=size, replica=replica))
+    wanted = {"comm_bytes": comm_bytes, "comm_bytes_between_nodes": between, "steps": 7}
+    assert found == {"run": wanted, "line": wanted}
+    assert meters[0]["run"] == {"comm_bytes": 0, "comm_bytes_between_nodes": 0, "steps": 7}
