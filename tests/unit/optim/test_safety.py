@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron01.optim import LRSchedule
 from megatron01.optim.policies import StepPlan
-from megatron01.optim.safety import NormWatch, ReplicaCheck, SameDataWatch, TrafficWatch, _checksum
+from megatron01.optim.safety import NormWatch, ReplicaCheck, SameDataWatch, TrafficWatch, _checksum, is_averaged
 
 
 def resident(field: str) -> int:
@@ -86,3 +88,21 @@ def test_replicas_are_compared_now_and_then_whatever_the_interval(
         plan = StepPlan(averages, synchronizes=(step + 1) % interval == 0, interval=interval)
         check.after(step, plan, (), (), was_full=averages and step > 0)
     assert sent == expected
+
+
+class OverRanks(DistributedDataParallel):
+    """As if over the ranks 0 and 1."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module, self.process_group = module, None
+
+
+def test_a_model_may_be_averaged_over_processes_of_which_one_alone_is_a_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: [0, 1])
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    found = [is_averaged([OverRanks(model)], model.parameters(), ranks) for ranks in (None, [0, 1, 2], [0, 2])]
+    assert found == [True, True, False]
+    assert not is_averaged([OverRanks(other)], model.parameters(), None)
