@@ -261,13 +261,14 @@ def test_who_lowers_the_loss_scale_does_not_depend_on_who_owns_the_element() -> 
     assert run_ranks(overflowing_on_the_wire, 4, local_world_size=2) == [2048.0, 2048.0, 2048.0, 2048.0]
 
 
-def random_bits(rank: int, size: int) -> tuple[list[str], Tensor, float]:
+def random_bits(rank: int, size: int) -> tuple[list[str], Tensor, float, int]:
     with joined() as group:
         run = Run(group, settings(sharded=True, optimizer="bin_sgdm"))
         before = run.weights()
         kinds = [run.step().kind for _ in range(8)]
         moved = run.weights() - before
-        return [*kinds, run.optimizer.fingerprint()], run.weights(), float(moved[:777].mean())
+        key = run.optimizer._plan(8).key
+        return [*kinds, run.optimizer.fingerprint()], run.weights(), float(moved[:777].mean()), key
 
 
 def test_random_bits_differ_but_keep_all_processes_equal() -> None:
@@ -277,6 +278,8 @@ def test_random_bits_differ_but_keep_all_processes_equal() -> None:
     for result in others:
         assert result[0] == first[0] and torch.equal(result[1], first[1])
     assert first[2] < -0.005  # opposite to the mean gradient, which is 0.3
+    keys = [first[3], *(result[3] for result in others)]
+    assert keys[:2] == keys[2:] and keys[0] != keys[1]  # one for each part of the state, on all nodes
 
 
 def refused(rank: int, size: int) -> str:

@@ -161,7 +161,7 @@ _ALONE: Any = type("Alone", (), {"size": 1})()
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     slow_after(
-        1,
+        2,
         [
             ("zero_one_adam", (1, 2), [(2, 2)]),
             ("zero_one_adam", (2, 2), [(1, 1), (4, 1)]),
