@@ -73,6 +73,9 @@ class Totals:
     comm_bytes: int = 0
     comm_bytes_between_nodes: int = 0
     comm_rounds: int = 0
+    # sums over the steps, with their n replicas on N nodes, of what a ring all-reduce sends twice, by element:
+    ring_shares: float = 0.0  # (n-1)/n
+    ring_shares_between_nodes: float = 0.0  # (N-1)/N, divided by the processes of a node
     steps_by_kind: dict[str, int] = field(default_factory=dict)
 
 
@@ -89,10 +92,14 @@ class Meter:
     tokens_per_step: int  # over all replicas
     flops_per_token: int | None = None  # forward and backward operations of the whole model; None: not reported
     peak_flops: float | None = None  # of all processors of the job together; None: not known
+    replicas: int = 1
+    nodes: int = 1  # on which the replicas are
     clock: Callable[[], float] = time.perf_counter  # seconds
 
     def __post_init__(self) -> None:
         self._run = Totals()
+        self._ring_share = (self.replicas - 1) / self.replicas
+        self._ring_share_between_nodes = (self.nodes - 1) / self.replicas
         self._start_line()
 
     @property
@@ -133,6 +140,8 @@ class Meter:
             totals.comm_bytes += report.bytes_sent
             totals.comm_bytes_between_nodes += report.bytes_between_nodes
             totals.comm_rounds += report.rounds
+            totals.ring_shares += steps * self._ring_share
+            totals.ring_shares_between_nodes += steps * self._ring_share_between_nodes
         self._compression = report.compression or self._compression
 
     @property
@@ -206,6 +215,9 @@ class Meter:
         self._start_line()
         self._run = Totals(**state["run"])
         self._line = Totals(**state["line"])
+        if "ring_shares" not in state["run"]:  # of a version that did not count them
+            self._run.ring_shares = self._run.steps * self._ring_share
+            self._run.ring_shares_between_nodes = self._run.steps * self._ring_share_between_nodes
         self._loss_sums = dict(state["loss_sums"])
         if state["compression"] is not None:
             from megatron01.optim.report import CompressionReport
@@ -237,10 +249,12 @@ def describe_traffic(
 ) -> str:
     """A small table for the end of a run.
 
-    On several nodes of several replicas, "between nodes" is this process's part of what left its node, beside its part
-    of a hierarchical all-reduce: 2 (N-1)/N of the gradients on N nodes, divided by the processes of a node.
+    Adam's part is a ring all-reduce of all gradients: 2 (n-1)/n of them at a step of n replicas. On several nodes of
+    several replicas, "between nodes" is this process's part of what left its node, beside its part of a hierarchical
+    all-reduce: 2 (N-1)/N of the gradients on N nodes, divided by the processes of a node.
 
     Args:
+        replicas: of the last step, as ``nodes``.
         parameters: that one process holds, all of the model's without tensor parallelism.
         gradient_bytes: of one element of the gradient as Adam would send it (4 for fp32, 2 for 16 bit).
         tensor_parallel_size: processes that hold one replica together.
@@ -256,15 +270,15 @@ def describe_traffic(
     else:
         rows.append(("rounds", f"{totals.comm_rounds:,}"))
         rows.append(("sent", format_bytes(totals.comm_bytes)))
-    if replicas > 1:
-        adam = adam_bytes(replicas, gradient_bytes) * parameters * totals.steps
+    if totals.ring_shares:
+        adam = 2 * gradient_bytes * parameters * totals.ring_shares
         rows.append(("Adam would send", f"{format_bytes(adam)} ({8 * gradient_bytes} bit gradients at every step)"))
         if totals.comm_bytes and totals.steps:
             rows.append(("ratio", beside_adam(totals.comm_bytes, adam)))
             bits = 8 * totals.comm_bytes / (parameters * totals.steps)
             rows.append(("bits", f"{bits:.4g} per parameter and step"))
         if 1 < nodes < replicas and (between := totals.comm_bytes_between_nodes):
-            adam = adam_bytes(nodes, gradient_bytes) * parameters * totals.steps * nodes / replicas
+            adam = 2 * gradient_bytes * parameters * totals.ring_shares_between_nodes
             rows.append(("between nodes", f"{format_bytes(between)}, {beside_adam(between, adam)}"))
     title = f"Traffic of one {of} ({replicas} in all, {format_count(parameters)} parameters)"
     if tensor_parallel_size > 1:

@@ -211,6 +211,8 @@ class Trainer:
             peak_flops=peak_flops(
                 group.device, training.precision, group.world_size, config.logging.peak_tflops, tf32=training.tf32
             ),
+            replicas=tp_ranks.num_replicas,
+            nodes=len(group.nodes),
         )
         self.health = Health(config.health, group)
         # with the batch size that follows from the number of replicas, which may be another at the next start

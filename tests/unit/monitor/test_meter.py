@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -132,9 +133,16 @@ def test_named_losses_may_not_hide_a_metric() -> None:
         Metrics(iteration=1, consumed_samples=1, lr=0.1, losses={"lr": 1.0}).to_dict()
 
 
+def counted(steps: int, *, replicas: int, nodes: int = 1, **traffic: Any) -> Totals:
+    """The totals of so many steps whose traffic is ``traffic`` in all."""
+    meter = Meter(parameters=1000, tokens_per_step=1, replicas=replicas, nodes=nodes)
+    meter.add_traffic(Report(), steps=steps)
+    return dataclasses.replace(meter.run, **traffic)
+
+
 def test_the_closing_account() -> None:
     kinds = {"local": 6, "full": 2, "one_bit": 2}
-    totals = Totals(steps=10, comm_bytes=12_000, comm_rounds=4, steps_by_kind=kinds)
+    totals = counted(10, replicas=4, comm_bytes=12_000, comm_rounds=4, steps_by_kind=kinds)
     table = describe_traffic(totals, replicas=4, parameters=1000, gradient_bytes=4)
     assert "10 (full 2, 1-bit 2, local 6)" in table
     assert "12.0 kB" in table and "60.0 kB" in table  # 2 x 3/4 x 1000 x 4 bytes x 10 steps
@@ -142,11 +150,27 @@ def test_the_closing_account() -> None:
 
 
 def test_the_closing_account_of_several_nodes() -> None:
-    totals = Totals(steps=10, comm_bytes=50_000, comm_bytes_between_nodes=3_000, steps_by_kind={"full": 10})
+    traffic: dict[str, Any] = {"comm_bytes": 50_000, "comm_bytes_between_nodes": 3_000, "steps_by_kind": {"full": 10}}
+    totals = counted(10, replicas=16, nodes=4, **traffic)
     table = describe_traffic(totals, replicas=16, parameters=1000, gradient_bytes=4, nodes=4)
     # 2 x 3/4 x 1000 x 4 bytes x 10 steps of each node, by 4 processes
     assert "between nodes    3.00 kB, 5.0 times less than Adam" in table, table
     assert "between nodes" not in describe_traffic(totals, replicas=4, parameters=1000, gradient_bytes=4, nodes=4)
+
+
+def test_the_closing_account_of_a_run_that_went_on_with_other_replicas() -> None:
+    before, after = (Meter(parameters=1000, tokens_per_step=1, replicas=n, nodes=n // 2) for n in (8, 4))
+    before.add_traffic(Report(), steps=30)
+    state = json.loads(json.dumps(before.state_dict()))
+    after.load_state_dict(state)
+    after.add_traffic(Report(), steps=10)
+    table = describe_traffic(after.run, replicas=4, parameters=1000, gradient_bytes=4, nodes=2)
+    # 2 x 1000 x 4 bytes x (30 x 7/8 + 10 x 3/4); of the latter between nodes 30 x 3/8 + 10 x 1/4
+    assert "Adam would send  270 kB" in table and "1350.0 times less than Adam" in table
+    assert "between nodes    120 B, 916.7 times less" in table, table
+    del state["run"]["ring_shares"]
+    after.load_state_dict(state)  # of a version that did not count them
+    assert "Adam would send  180 kB" in describe_traffic(after.run, replicas=4, parameters=1000, gradient_bytes=4)
 
 
 def test_one_replica_sends_nothing() -> None:
