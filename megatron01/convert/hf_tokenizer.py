@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
 from megatron01.data.tokenizers import (
     COMPANIONS,
     CONFIG_FILE,
     DEFINITION_FILE,
     END_OF_DOCUMENT,
+    WORD_START,
     FastTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
     TokenizerFiles,
     library_entries,
 )
-from megatron01.errors import UserError
+from megatron01.errors import UserError, import_optional
 from megatron01.utils.files import shipped
 
 SENTENCEPIECE_FILE = "tokenizer.model"  # as it is exported
+_SENTENCEPIECE_ENTRY = "sentencepiece_model"  # of a tokenizer_config.json, beside a tokenizer.json made from that model
 _ADDED_TOKENS_FILE = "added_tokens.json"  # of transformers 4: token -> id, beyond the vocabulary
 _OWN_CLASSES = ("BertTokenizer", "GPT2Tokenizer")  # transformers' names of the tokenizers that megatron01 has, too
 _SENTENCEPIECE_FILES = (SENTENCEPIECE_FILE, "spiece.model", "sentencepiece.bpe.model")
@@ -38,18 +41,23 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, *, max_length: int) -> 
     """
     tokenizer = files.built
     entries: dict[str, Any] = {"model_max_length": max_length}
-    if files.tokenizer_type == "SentencePieceTokenizer":  # which transformers 5 reads itself
-        assert isinstance(tokenizer, SentencePieceTokenizer)
+    if tokenizer.masking is not None:  # else transformers 5 leaves out which text of a pair a token is of
+        entries["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    if isinstance(tokenizer, SentencePieceTokenizer):
         (folder / SENTENCEPIECE_FILE).write_bytes(tokenizer.model)
+        try:
+            backend = sentencepiece_backend(tokenizer)
+        except UserError as error:
+            return f"no {DEFINITION_FILE} for AutoTokenizer: {error}"
         special = {"unk": tokenizer.unknown, "bos": tokenizer.eod, "eos": tokenizer.eod}
         if tokenizer.masking is not None:
             special |= {part: getattr(tokenizer.masking, part) for part in ("cls", "sep", "mask", "pad")}
+            add_bert_template(backend, tokenizer)
+        (folder / DEFINITION_FILE).write_text(backend.to_str(), encoding="utf-8")
         entries |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         entries |= {f"{name}_token": tokenizer.token(token) for name, token in special.items() if token is not None}
-        write_json(folder / CONFIG_FILE, entries)
-        if tokenizer.masking is None:
-            return None
-        return "AutoTokenizer adds no [CLS] and [SEP] to texts for a SentencePiece model: add them to what it returns"
+        write_json(folder / CONFIG_FILE, entries | {_SENTENCEPIECE_ENTRY: SENTENCEPIECE_FILE})
+        return None
     if files.tokenizer_type == "HuggingFaceTokenizer":
         definition = Path(tokenizer.name)
         shutil.copyfile(definition, folder / DEFINITION_FILE)
@@ -89,6 +97,8 @@ def find_tokenizer(folder: Path, *, model_type: str, num_ids: int) -> TokenizerF
     lower_case = rules["do_lower_case"]
     kind = settings.get("tokenizer_class") or library_entries(folder / "config.json").get("tokenizer_class")
     is_own = kind is None or str(kind).removesuffix("Fast") in _OWN_CLASSES  # others divide text into words otherwise
+    if settings.get(_SENTENCEPIECE_ENTRY) == SENTENCEPIECE_FILE and SENTENCEPIECE_FILE in names:  # as written above
+        return TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(folder / SENTENCEPIECE_FILE))
     own = None
     if is_own and model_type == "gpt2" and {"vocab.json", "merges.txt"} <= names:
         own = TokenizerFiles(
@@ -147,6 +157,67 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
     except OSError as error:
         raise UserError(f"cannot copy {error.filename or folder}: {error.strerror}") from error
     return names
+
+
+def sentencepiece_backend(tokenizer: SentencePieceTokenizer) -> Backend:
+    """A SentencePiece model, unigram or BPE, as a pipeline of the ``tokenizers`` library: the same ids.
+
+    But where two ways to cut a text are equally likely up to rounding, and for the name of a control symbol in a text,
+    which becomes that symbol. Raises UserError for a model of another kind.
+    """
+    proto = import_optional("sentencepiece.sentencepiece_model_pb2", tokenizer.name).ModelProto
+    model = proto.FromString(tokenizer.model)
+    kinds, rules, pieces = proto.SentencePiece, model.normalizer_spec, model.pieces
+    by_kind: dict[int, dict[str, int]] = {}
+    for index, piece in enumerate(pieces):
+        by_kind.setdefault(piece.type, {})[piece.piece] = index
+    normal, whole = by_kind.get(kinds.NORMAL, {}), by_kind.get(kinds.USER_DEFINED, {})
+    training = model.trainer_spec
+    if training.treat_whitespace_as_suffix or training.model_type not in (training.UNIGRAM, training.BPE):
+        raise UserError(
+            f"{tokenizer.name} is a SentencePiece model of words or characters, or marks the ends of words; the"
+            " tokenizers library takes unigram and BPE models that mark the beginnings"
+        )
+    if training.model_type == training.UNIGRAM:
+        scores = [(piece.piece, piece.score) for piece in pieces]
+        backend = Backend(models.Unigram(scores, tokenizer.unknown, training.byte_fallback))
+    else:
+        merges = [
+            (-pieces[index].score, index, name[:cut], name[cut:])
+            for name, index in normal.items()
+            for cut in range(1, len(name))
+            if name[:cut] in normal and name[cut:] in normal
+        ]
+        backend = Backend(
+            models.BPE(
+                {piece.piece: index for index, piece in enumerate(pieces)},
+                [(left, right) for _, _, left, right in sorted(merges)],
+                unk_token=pieces[tokenizer.unknown].piece,
+                fuse_unk=True,
+                byte_fallback=training.byte_fallback,
+                ignore_merges=bool(whole),  # takes a piece of `whole` as it is
+            )
+        )
+    mark = WORD_START if rules.escape_whitespaces else " "
+    spaces = [(r"\A +| +\z", ""), (" {2,}", " ")] if rules.remove_extra_whitespaces else []
+    steps: list[normalizers.Normalizer] = []
+    if rules.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(rules.precompiled_charsmap))
+    steps += [normalizers.Replace(Regex(pattern), content) for pattern, content in (*spaces, (" ", mark))]
+    if rules.add_dummy_prefix:
+        steps.append(normalizers.Prepend(mark))
+    backend.normalizer = normalizers.Sequence(steps)
+    if whole:
+        longest_first = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
+        backend.pre_tokenizer = pre_tokenizers.Split(Regex(longest_first), "isolated")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(WORD_START, " ")]
+        + [decoders.ByteFallback()] * training.byte_fallback
+        + [decoders.Fuse()]
+        + [decoders.Strip(" ", left=1)] * rules.add_dummy_prefix
+    )
+    backend.add_special_tokens(list(by_kind.get(kinds.CONTROL, {})))
+    return backend
 
 
 def add_bert_template(backend: Backend, tokenizer: Tokenizer) -> None:

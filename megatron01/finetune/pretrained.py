@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron01.convert.formats import read_model
-from megatron01.convert.hf_tokenizer import SENTENCEPIECE_FILE, add_bert_template, find_tokenizer, write_tokenizer
+from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
 from megatron01.convert.huggingface import (
-    SAMPLE_TEXT,
     is_hf_folder,
     read_weights,
     require_same_rules,
@@ -29,7 +28,7 @@ from megatron01.convert.huggingface import (
 )
 from megatron01.convert.native import is_checkpoint
 from megatron01.convert.portable import refuse_non_finite
-from megatron01.data.tokenizers import DEFINITION_FILE, SentencePieceTokenizer, Tokenizer, TokenizerFiles, count_ids
+from megatron01.data.tokenizers import TokenizerFiles, count_ids
 from megatron01.errors import UserError
 from megatron01.utils.files import writing
 from megatron01.utils.formatting import one_line
@@ -154,15 +153,12 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
     """
     path = Path(load)
     if is_hf_folder(path) and not is_checkpoint(path):
-        exported = path / SENTENCEPIECE_FILE
-        if tokenizer is None and exported.is_file() and not (path / DEFINITION_FILE).exists():
-            tokenizer = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(exported))
         if tokenizer is None:
             return _load_folder(path, path, load, head)
         with tempfile.TemporaryDirectory() as folder:
             with writing(tempfile.gettempdir(), "set TMPDIR"):
                 write_tokenizer(tokenizer, Path(folder), max_length=_NO_LIMIT)
-            pretrained = _load_folder(path, Path(folder), load, head, tokenizer.built)
+            pretrained = _load_folder(path, Path(folder), load, head)
         config = pretrained.config
         own = find_tokenizer(path, model_type=config.model_type, num_ids=config.vocab_size)
         if own is not None:
@@ -173,17 +169,14 @@ def load_pretrained(load: str, tokenizer: TokenizerFiles | None, head: Head) -> 
         raise UserError(
             f"{portable.source} is a {portable.architecture}; expected a BERT, which can be fine-tuned here"
         )
-    own_tokenizer = portable.built_tokenizer()
+    portable.built_tokenizer()  # raises UserError if it has none
     with tempfile.TemporaryDirectory() as folder:
         with writing(tempfile.gettempdir(), "set TMPDIR"):
             write_hf_folder(portable, Path(folder), dtype="fp32")
-        return _load_folder(Path(folder), Path(folder), portable.source, head, own_tokenizer)
+        return _load_folder(Path(folder), Path(folder), portable.source, head)
 
 
-def _load_folder(
-    folder: Path, tokenizer_folder: Path, source: str, head: Head, own_tokenizer: Tokenizer | None = None
-) -> Pretrained:
-    import transformers
+def _load_folder(folder: Path, tokenizer_folder: Path, source: str, head: Head) -> Pretrained:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging
 
@@ -201,15 +194,6 @@ def _load_folder(
             raise
     with _naming(source, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
-    if isinstance(own_tokenizer, SentencePieceTokenizer):
-        backend = tokenizer.backend_tokenizer
-        if backend.encode(SAMPLE_TEXT, add_special_tokens=False).ids != own_tokenizer.encode(SAMPLE_TEXT):
-            raise UserError(
-                f"transformers {transformers.__version__} does not read the SentencePiece model of {source} rightly;"
-                " pip install 'transformers>=5.24'"
-            )
-        if own_tokenizer.masking is not None:
-            add_bert_template(backend, own_tokenizer)  # it has no place in the exported files
     prefix = f"{model.base_model_prefix}."
     body = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(prefix)}
     replaced = {name[0] if isinstance(name, tuple) else name for name in loaded["mismatched_keys"]}

@@ -1,4 +1,4 @@
-"""SentencePiece models that ``AutoTokenizer`` reads: the same ids in both directions."""
+"""SentencePiece models as files of the tokenizers library, which any ``AutoTokenizer`` reads: the same ids."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ LINE = (
 WORDS = LINE.split()
 SENTENCES = [" ".join(WORDS[i * j % len(WORDS)] for j in range(1, 12)) for i in range(1, 60)]
 MASKING = ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]
+SYMBOLS = ["<sep>", "fox", "fox jumps", "(("]
 MODELS: dict[str, dict[str, Any]] = {
     "unigram": {"model_type": "unigram"},
     "bpe": {"model_type": "bpe"},
@@ -35,15 +36,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "add_dummy_prefix": False,
         "remove_extra_whitespaces": False,
     },
+    "bpe without mapping": {"model_type": "bpe", "normalization_rule_name": "identity"},
     "bpe for masking": {"model_type": "bpe", "control_symbols": MASKING},
+    "unigram for masking": {"model_type": "unigram", "control_symbols": MASKING},
+    "unigram with symbols": {"model_type": "unigram", "user_defined_symbols": SYMBOLS},
+    "bpe with symbols": {"model_type": "bpe", "user_defined_symbols": SYMBOLS},
 }
 TEXTS = [
     "",
     "  ",
     " a  b ",
-    "the\ttrees\nhome",
+    "the\ttrees\nhome  \n  fox",
     "\u3000The QUICK \u2581 brown",
     "\U0001f600\U0001f600 e\u0301tienne \u200b\u65e5\u672c",
+    "the fox  jumps<sep>over ((the)) fox jumps <sep> ",
     *SENTENCES[:5],
 ]
 
@@ -77,7 +83,7 @@ def exported(model: bytes, folder: Path) -> tuple[str | None, SentencePieceToken
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
     folder = tmp_path_factory.mktemp("sentencepiece")
     note, ours = exported(trained(**MODELS[request.param]), folder)
-    assert (note is None) == (ours.masking is None)
+    assert note is None
     return ours, transformers.AutoTokenizer.from_pretrained(folder / "hf"), folder / "hf"
 
 
@@ -107,10 +113,16 @@ def test_special_tokens(pair: tuple[Any, Any, Path]) -> None:
     ours, theirs, _ = pair
     assert theirs.eos_token_id == ours.eod and theirs.unk_token_id == ours.unknown
     assert len(theirs) == ours.vocab_size and theirs.model_max_length == 64
-    assert theirs("the fox").input_ids == ours.encode("the fox")
-    if ours.masking is not None:
-        special = theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id, theirs.pad_token_id
-        assert special == (ours.masking.cls, ours.masking.sep, ours.masking.mask, ours.masking.pad)
+    text = ours.encode("the fox")
+    if ours.masking is None:
+        assert theirs("the fox").input_ids == text
+    else:
+        cls, sep, mask, pad = theirs.cls_token_id, theirs.sep_token_id, theirs.mask_token_id, theirs.pad_token_id
+        assert (cls, sep, mask, pad) == tuple(getattr(ours.masking, part) for part in ("cls", "sep", "mask", "pad"))
+        pair = theirs("the fox", "the fox")
+        assert pair.input_ids == [cls, *text, sep, *text, sep]
+        assert pair.token_type_ids == [0] * (len(text) + 2) + [1] * (len(text) + 1)
+        assert theirs("the [MASK]").input_ids[-2:] == [mask, sep]
 
 
 def test_the_way_back_is_the_same_tokenizer(pair: tuple[Any, Any, Path]) -> None:
@@ -118,3 +130,13 @@ def test_the_way_back_is_the_same_tokenizer(pair: tuple[Any, Any, Path]) -> None
     files = find_tokenizer(folder, model_type="gpt2", num_ids=ours.vocab_size)
     assert files is not None and files.tokenizer_type == "SentencePieceTokenizer"
     assert build_tokenizer(files).fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize(
+    "options", [{"model_type": "word"}, {"model_type": "char"}, {"treat_whitespace_as_suffix": True}]
+)
+def test_other_kinds_are_left_to_the_sentencepiece_library(options: dict[str, Any], tmp_path: Path) -> None:
+    note, ours = exported(trained(**options, vocab_size=60), tmp_path)
+    assert note is not None and "no tokenizer.json for AutoTokenizer" in note and "takes unigram and BPE" in note
+    files = find_tokenizer(tmp_path / "hf", model_type="gpt2", num_ids=ours.vocab_size)
+    assert files is not None and files.built.fingerprint == ours.fingerprint
