@@ -166,7 +166,8 @@ def test_datasets(tmp_path: Path, expected: dict[str, bytes]) -> None:
         run(tmp_path, tmp_path / "rows", json_keys=("body",))
     features = datasets.Features({"text": datasets.Value("string")})
     datasets.Dataset.from_dict({"text": []}, features=features).save_to_disk(tmp_path / "empty")
-    with pytest.raises(UserError, match=r"cannot read .*empty"):  # datasets saves it, and cannot load it
+    # datasets saves it; newer releases cannot load it
+    with pytest.raises(UserError, match=r"(cannot read|no usable document in) .*empty"):
         run(tmp_path, tmp_path / "empty")
     (tmp_path / "named").mkdir()
     write_lines(tmp_path / "named" / "train.jsonl", as_json(TEXTS))
