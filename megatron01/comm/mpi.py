@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from megatron01.comm.transport import Transport, Work
-from megatron01.parallel.mpi import FINALIZING
+from megatron01.parallel.mpi import FINALIZING, UNDER_WAY
 
 _SECONDS_BETWEEN_CALLS = 1e-4
 _LARGEST_BROADCAST = 1 << 30
@@ -87,6 +87,7 @@ class _Request:
         self._progress = progress
         self._then = then
         self._done = False
+        UNDER_WAY[id(request)] = request
         progress.add(1)
 
     def wait(self) -> None:
@@ -94,6 +95,7 @@ class _Request:
             return
         while not self._request.Test():  # Wait would keep a core busy, which another process of the machine may need
             time.sleep(_SECONDS_BETWEEN_CALLS)
+        del UNDER_WAY[id(self._request)]
         self._progress.add(-1)
         if self._then is not None:
             self._then()
@@ -129,6 +131,6 @@ class _Progress:
                     self._running = False
                     return
             with FINALIZING:
-                if MPI.Is_finalized():  # at the end of a run, nobody waits for the last check of replicas
+                if MPI.Is_finalized():
                     return
                 MPI.COMM_SELF.Iprobe()  # nothing is sent there; every call advances pending collectives

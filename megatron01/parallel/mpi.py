@@ -13,6 +13,9 @@ from megatron01.utils.formatting import one_line
 FINALIZING = threading.Lock()
 """Held while MPI is finalized, so that no other thread calls it meanwhile."""
 
+UNDER_WAY: dict[int, Any] = {}
+"""Requests (``MPI.Request``) that nobody has waited for, by their ``id``. They hold their buffers."""
+
 
 def connect(environment: LaunchEnvironment) -> Any:
     """MPI's communicator of all processes, COMM_WORLD (mpi4py's ``MPI.Intracomm``).
@@ -52,11 +55,16 @@ def connect(environment: LaunchEnvironment) -> Any:
 
 
 def finalize_at_exit() -> None:
-    """Call MPI_Finalize when the process exits; only for a process that ends without an error."""
+    """Call MPI_Finalize when the process exits; only for a process that ends without an error.
+
+    MPI demands that all that was started has ended before: at the end of a run, nobody has waited for the last check of
+    replicas. MPICH wrote to memory that had been freed.
+    """
     from mpi4py import MPI
 
     @atexit.register
     def finalize() -> None:
         with FINALIZING:
             if not MPI.Is_finalized():
+                MPI.Request.Waitall(list(UNDER_WAY.values()))
                 MPI.Finalize()
