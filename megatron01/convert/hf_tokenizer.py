@@ -150,8 +150,8 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
             path = shipped(file)
             if path.is_dir():  # a folder with a tokenizer.json
                 path = path / DEFINITION_FILE
-            shutil.copyfile(path, folder / path.name)
-            names[setting] = path.name
+            names[setting] = f"{setting}-{path.name}" if path.name in names.values() else path.name
+            shutil.copyfile(path, folder / names[setting])
             if files.tokenizer_type == "HuggingFaceTokenizer":
                 _copy_companions(path, folder)
     except OSError as error:

@@ -87,6 +87,22 @@ def test_the_same_vocabulary_in_other_files_for_weights_alone(gpt_checkpoint, co
         read_checkpoint(str(tmp_path / "weights"), bert)
 
 
+def test_vocabulary_files_of_one_name_are_both_copied(gpt_checkpoint, corpus, tmp_path):
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / name).mkdir()
+        shutil.copyfile(corpus / name, tmp_path / name / "gpt2.txt")
+    files = TokenizerFiles(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(tmp_path / "vocab.json" / "gpt2.txt"),
+        merge_file=str(tmp_path / "merges.txt" / "gpt2.txt"),
+    )
+    model = dataclasses.replace(read_checkpoint(str(gpt_checkpoint)), tokenizer=files)
+    (tmp_path / "weights").mkdir()
+    write_checkpoint(model, tmp_path / "weights", final=tmp_path / "weights")
+    shutil.rmtree(tmp_path / "merges.txt")
+    assert read_checkpoint(str(tmp_path / "weights")).built_tokenizer().fingerprint == files.built.fingerprint
+
+
 def test_somebodys_own_model_is_refused_in_one_sentence(gpt_checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(gpt_checkpoint, copy)
