@@ -143,7 +143,7 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
 
     Raises UserError if one cannot be copied.
     """
-    names = {}
+    names: dict[str, str] = {}
     try:
         folder.mkdir()
         for setting, file in files.by_setting.items():

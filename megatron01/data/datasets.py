@@ -71,17 +71,25 @@ class TokenFiles(IndexedDataset):
         self.least, self.most = described["ids"].tolist()  # smallest and largest token id; 0 without tokens
         self.check_unchanged()
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # when Python ends, os may be gone
-        for descriptor in self._descriptors:
-            close(descriptor)
+    def __del__(self, close: Callable[[int], None] = os.close, suppress: type = suppress) -> None:
+        for descriptor in self._descriptors:  # defaults: when Python ends, what this module has imported may be gone
+            with suppress(OSError):
+                close(descriptor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenFiles, (self.prefix, self.cache, self._stamps)
 
     def check_unchanged(self) -> None:
-        """Raises: UserError if size or modification time of an open file has changed. Takes about a microsecond."""
+        """Raises: UserError if size or modification time of an open file has changed, OSError if they cannot be known.
+
+        Takes about a microsecond.
+        """
         for path, descriptor, before in zip(self._paths, self._descriptors, self._stamps, strict=True):
-            now = os.fstat(descriptor)
+            try:
+                now = os.fstat(descriptor)
+            except OSError as error:  # of a file server, say
+                error.filename = str(path)
+                raise
             if (now.st_size, now.st_mtime_ns) != before:
                 raise UserError(
                     f"{path} was changed while it was in use (it had {before[0]} bytes and has {now.st_size}); put the"

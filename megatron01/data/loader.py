@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from megatron01.data.datasets import SampleDataset, Samples
-from megatron01.errors import FaultError, UserError
+from megatron01.errors import FaultError, UserError, is_fault
 from megatron01.utils.signals import is_main_thread, leave_signals_to_parent
 
 _BATCHES_PER_WORKER = 4  # prepared in advance
@@ -46,6 +46,8 @@ def _read_batch(source: SampleSource, segments: NDArray[np.int64], size: int, st
         return _stacked(source, [source[index] for index in indices.tolist()], int(indices[0]))
     except Exception as error:  # any: a dataset may be the user's own
         where = f"samples {indices[0]} to {indices[-1]}"
+        if is_fault(error):
+            return FaultError(f"{where}: {error}")
         if isinstance(error, UserError):
             return UserError(f"{where}: {error}")
         return RuntimeError(f"{where}: {type(error).__name__}: {error}\n{traceback.format_exc()}")

@@ -136,8 +136,9 @@ class Heartbeat:
             return
         if self._noted:
             self._note({**self._noted, "ended": True})
-        os.close(self._descriptor)
-        self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        with suppress(OSError):
+            os.close(descriptor)
 
     def _note(self, values: dict[str, Any]) -> None:
         assert self._descriptor is not None, "closed"

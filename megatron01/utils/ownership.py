@@ -66,7 +66,8 @@ class FolderOwner:
                 return
             if self.path.exists():
                 raise UserError(f"{lost}; nothing is written there any more")
-            self._file.close()
+            with suppress(OSError):
+                self._file.close()
             self._claim(lambda line: None, 0.0)
 
     def release(self) -> None:
@@ -78,7 +79,8 @@ class FolderOwner:
             with suppress(OSError):
                 if self._reason_lost() is None:
                     self.path.unlink()
-            self._file.close()
+            with suppress(OSError):  # a file server that is gone makes close fail, too
+                self._file.close()
 
     def _beat(self) -> None:
         while not self._released.wait(BEAT_SECONDS):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -120,6 +121,7 @@ def test_nothing_left(consumed: int) -> None:
     ("error", "raised", "message"),
     [
         (UserError("bad.bin is damaged"), UserError, r"^samples 8 to 11: bad.bin is damaged$"),
+        (OSError(errno.EIO, "Input/output error", "a.bin"), FaultError, r"^samples 8 to 11: .* error: 'a.bin'$"),
         (KeyError("some key"), RuntimeError, r"^samples 8 to 11: KeyError: 'some key'\nTraceback"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_peaks_of_hardware() -> None:
     cpu = torch.device("cpu")
     assert peak_flops(cpu, "bf16", 8, None) is None and peak_flops(cpu, "bf16", 8, 2.5) == 20e12
     assert peak_memory() > 1e6
+
+
+def test_a_heartbeat_that_cannot_be_closed_ends_no_run(tmp_path: Path) -> None:
+    """As on a file server that is gone, where close fails, too."""
+    heartbeat = Heartbeat(tmp_path / "last_step.json", resumed_iteration=0)
+    assert heartbeat._descriptor is not None
+    os.close(heartbeat._descriptor)
+    heartbeat.step_done(1)
+    heartbeat.close()
 
 
 def test_a_heartbeat_tells_whether_an_attempt_has_ended(tmp_path: Path) -> None:

@@ -175,3 +175,10 @@ def test_a_folder_that_cannot_be_looked_at_for_a_while_is_an_error_of_one_line(t
             owner.require()
     owner.require()
     owner.release()
+
+
+def test_a_file_that_cannot_be_closed_does_not_hide_what_went_before(tmp_path):
+    """As on a file server that is gone: its error has ended the run, and is the one to show."""
+    owner = own(tmp_path)
+    os.close(owner._file.fileno())
+    owner.release()
