@@ -29,6 +29,7 @@ and ``megatron01 data verify`` (everything). A pair of another program has none,
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -191,6 +192,11 @@ def _map_bytes(path: Path) -> NDArray[np.uint8]:
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
     except OSError as error:
         files.refuse_too_many_open_files(error, path)
+        if error.errno == errno.ENODEV:  # of mmap; from None, as no later attempt succeeds
+            raise UserError(
+                f"{path} is on a file system that maps no files into memory (mounted with direct_io, say); copy the"
+                " files to another"
+            ) from None
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 

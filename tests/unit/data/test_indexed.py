@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -152,3 +154,18 @@ def test_wrong_path(write_pair: Callable[..., str]) -> None:
         IndexedDataset(prefix + "-other")
     with pytest.raises(UserError, match=r"no file \.bin; expected the path of a"):
         IndexedDataset("")
+
+
+def test_a_file_system_without_memory_maps_is_named(
+    write_pair: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As FUSE's mounted with direct_io. No restart would help: the status is not that of a failing disk."""
+    prefix = write_pair(DOCUMENTS)
+
+    def refused(*_: object, **settings: object) -> None:
+        raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+    monkeypatch.setattr(np, "memmap", refused)
+    with pytest.raises(UserError, match=r"idx is on a file system that maps no files into memory") as caught:
+        IndexedDataset(prefix)
+    assert caught.value.exit_status == 2
