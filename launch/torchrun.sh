@@ -36,8 +36,8 @@ if [ "$nodes" -gt 1 ]; then
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${JOB:-megatron01}")
     # on a separate port: machines leave the check at slightly different times
-    host=${RENDEZVOUS%:*} port=29400
-    [ "$host" = "$RENDEZVOUS" ] || port=${RENDEZVOUS##*:}
+    host=$RENDEZVOUS port=29400
+    [[ $host != *:* || $host == *\] ]] || host=${RENDEZVOUS%:*} port=${RENDEZVOUS##*:} # an IPv6 address is in brackets
     require_whole 1 "the port of RENDEZVOUS" "$port"
     check+=(--rdzv-backend c10d --rdzv-endpoint "$host:$((port + 1))" --rdzv-id "${JOB:-megatron01}_doctor")
 else
@@ -55,7 +55,7 @@ if [ ${#dry_run[@]} -gt 0 ]; then
     show "${command[@]}"
     exit
 fi
-if [ "$nodes" -gt 1 ] && ! getent ahosts "$host" >/dev/null; then # torchrun would retry until its time-out
+if [ "$nodes" -gt 1 ] && ! getent ahosts "$(tr -d '[]' <<<"$host")" >/dev/null; then # torchrun would retry until its time-out
     fail "RENDEZVOUS names $host, a host that $(hostname) cannot find; give HOST:PORT of one of the machines"
 fi
 require_script "$1"

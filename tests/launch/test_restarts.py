@@ -93,8 +93,9 @@ def test_the_doctor_comes_first_and_meets_elsewhere():
     variables = {"NODES": "4", "RENDEZVOUS": "host0:29400", "DOCTOR": "yes", "INTERFACE": "ib0"}
     check, run = (shlex.split(line) for line in start("--dry-run", "pretrain_gpt.py", **variables).stdout.splitlines())
     assert check[-3:] == ["-m", "megatron01", "doctor"] and "host0:29401" in check and "host0:29400" in run
-    (default, _) = start("--dry-run", "x.py", **variables | {"RENDEZVOUS": "host0"}).stdout.splitlines()
-    assert "host0:29401" in default
+    for place, of_doctor in {"host0": "host0:29401", "[::1]": "[::1]:29401", "[::1]:5000": "[::1]:5001"}.items():
+        check, run = start("--dry-run", "x.py", **variables | {"RENDEZVOUS": place}).stdout.splitlines()
+        assert of_doctor in shlex.split(check) and place in shlex.split(run)
 
 
 @pytest.mark.parametrize(
