@@ -119,6 +119,7 @@ def test_a_second_moment_that_bf16_cannot_follow_is_refused(options: dict[str, A
     tensor = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(UserError, match="with state_dtype bf16, expected elapsed and 64 at most"):
         ZeroOneAdam([tensor], 0.1, state_dtype=torch.bfloat16, **options)
+    ZeroOneAdam([tensor], 0.1, state_dtype=torch.bfloat16, variance_kappa=64)
 
 
 def test_what_has_no_such_state_is_refused() -> None:

@@ -49,6 +49,9 @@ def test_wsd_is_flat_and_then_falls() -> None:
     wsd = schedule("WSD", wsd_decay_steps=20)
     assert wsd.lr(11) == wsd.lr(90) == 1.0
     assert wsd.lr(100) == pytest.approx(0.55)
+    tenth = schedule("WSD")  # 11 of 110 steps
+    assert tenth.lr(99) == 1.0 > tenth.lr(100) > 0.1
+    assert schedule("WSD", wsd_decay_steps=100).lr(60) == pytest.approx(0.55), "right after the warm-up"
     middle = {"linear": 0.5, "cosine": 0.5, "exponential": 2 * 0.5**0.5 - 1, "minus_sqrt": 1 - math.sqrt(0.5)}
     for style in WSD_STYLES:
         assert schedule("WSD", wsd_decay_steps=20, wsd_decay_style=style).lr(100) == pytest.approx(
@@ -151,6 +154,12 @@ def test_settings_become_a_schedule() -> None:
     config = OptimizerConfig(lr=2e-4, min_lr=1e-5, lr_decay_style="cosine", lr_warmup_fraction=0.1, lr_decay_iters=800)
     built = build_schedule(config, 1000)
     assert (built.warmup_steps, built.total_steps, built.decay_end, built.lr(900)) == (80, 1000, 800, 1e-5)
+    others = {"warmup_init": 1e-6, "decay_rate": 0.5, "decay_interval": 7, "wsd_decay_style": "cosine"}
+    flags = {f"lr_{name}": value for name, value in others.items()}
+    config = OptimizerConfig(lr=2e-4, lr_decay_style="WSD", lr_warmup_iters=9, lr_wsd_decay_iters=20, **flags)
+    assert build_schedule(config, 100) == LRSchedule(
+        style="WSD", peak_lr=2e-4, warmup_steps=9, total_steps=100, decay_steps=100, wsd_decay_steps=20, **others
+    )
 
 
 def test_a_table_warms_up_until_its_peak() -> None:
