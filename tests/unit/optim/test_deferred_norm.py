@@ -98,12 +98,13 @@ class Unread(DeferredNorm):
 
 def test_the_guard_reads_a_late_norm_when_somebody_asks_what_came_of_the_step() -> None:
     outcomes = [1.0, math.inf, 1.0, 1.0, math.nan, math.nan, 1.0, 1.0, 1.0]
+    by_others = {3, 6, 7}  # steps that another replica called off
     at_once, deferred = (OverflowGuard(LossScaler(initial=64.0, window=2, hysteresis=1), 2) for _ in range(2))
-    for outcome in outcomes:
+    for step, outcome in enumerate(outcomes):
         norm = Unread(outcome)
-        overflow = not math.isfinite(outcome)
-        at_once.record(overflow_here=overflow, skipped=overflow)
-        deferred.record_deferred(norm)
+        overflow, called_off = not math.isfinite(outcome), step in by_others
+        at_once.record(overflow_here=overflow, skipped=overflow or called_off)
+        deferred.record_deferred(norm, called_off=called_off)
         assert norm.reads == 0
         assert deferred.status() is at_once.status() and norm.reads == 1
         assert deferred.scalars() == at_once.scalars() and deferred.loss_scale == at_once.loss_scale
