@@ -89,6 +89,15 @@ def test_a_step_that_another_replica_called_off_counts_neither_as_good_nor_as_an
     assert scales == [8.0, 8.0, 8.0, 16.0, 8.0]
 
 
+@pytest.mark.parametrize("skipped, is_here", [(2, True), (1, False)])
+def test_the_error_says_on_which_replicas_gradients_were_not_finite(skipped: int, is_here: bool) -> None:
+    guard = OverflowGuard(None, max_skipped_steps=2)
+    for _ in range(skipped):
+        guard.record(overflow_here=True, skipped=True)
+    error = guard.diverged(7)
+    assert (error.is_here, error.skipped_steps) == (is_here, skipped)
+
+
 def test_contradictions_are_refused() -> None:
     with pytest.raises(UserError, match="min_loss_scale"):
         LossScaler(initial=1.0, minimum=2.0)
