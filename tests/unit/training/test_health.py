@@ -60,6 +60,17 @@ def test_the_state_goes_on():
     assert second.spikes(3.5) == first.spikes(3.5) != [None]
 
 
+def test_a_state_that_is_loaded_replaces_what_was_seen_meanwhile():
+    """As after a roll-back: the next spike is told too, and the time of the undone steps is nobody's."""
+    run = Run()
+    assert run.spikes(*[4.0] * FEWEST_LINES, 9.0)[-1] is not None
+    with run.health.local_compute_time.counted():
+        time.sleep(1e-4)
+    run.health.load_state([2.0] * FEWEST_LINES)
+    assert run.health.local_compute_time.take() == 0.0
+    assert run.spikes(9.0) == ["the training loss jumped from 2 to 9"]
+
+
 def test_without_a_factor_nothing_is_seen():
     run = Run(ranks=2, loss_spike_factor=None, straggler_factor=None)
     assert run.spikes(*[1.0] * 9, 100.0, math.nan) == [None] * 11
