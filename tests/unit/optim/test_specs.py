@@ -1,4 +1,4 @@
-"""From a run's settings to the optimizer: every argument of its class comes from the setting that is meant for it."""
+"""From a run's settings to its optimizer, each argument from the setting that is meant; and to what a plan compares."""
 
 from __future__ import annotations
 
@@ -92,3 +92,24 @@ def test_what_all_optimizers_take(recorded: None) -> None:
         "max_skipped_steps": 9,
     }
     assert {key: arguments[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "policy, longer", [("every", OptimizerConfig.sync_policy), ("schedule", "schedule"), ("doubling:9,5",) * 2]
+)
+def test_a_plan_compares_intervals_of_the_policy_that_has_some(policy: str, longer: str) -> None:
+    variants = specs.SPECS["zero_one_adam"].variants
+    assert variants is not None
+    found = variants(OptimizerConfig(sync_policy=policy, max_sync_interval=32), 100)
+    assert {name: (one.sync_policy, one.max_sync_interval) for name, one in found.items()} == {
+        "zero_one_adam, every step": ("every", 1),
+        **{f"zero_one_adam, interval up to {longest}": (longer, longest) for longest in (4, 16, 32)},
+    }
+
+
+@pytest.mark.parametrize("given, expected", [(None, 15), (40, 40)])
+def test_a_plan_takes_the_freeze_step_that_is_given(given: int | None, expected: int) -> None:
+    variants = specs.SPECS["one_bit_adam"].variants
+    assert variants is not None
+    (found,) = variants(OptimizerConfig(freeze_step=given), 100).values()
+    assert (found.optimizer, found.freeze_step) == ("one_bit_adam", expected)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron01.config import HealthConfig
-from megatron01.training.health import FEWEST_LINES, LINES_OF_A_STRAGGLER, Findings, Health
+from megatron01.training.health import FEWEST_LINES, LINES_OF_A_MEAN, LINES_OF_A_STRAGGLER, Findings, Health
 from megatron01.training.step import LocalComputeTime
 
 
@@ -69,6 +69,8 @@ def test_a_state_that_is_loaded_replaces_what_was_seen_meanwhile():
     run.health.load_state([2.0] * FEWEST_LINES)
     assert run.health.local_compute_time.take() == 0.0
     assert run.spikes(9.0) == ["the training loss jumped from 2 to 9"]
+    run.spikes(*[2.0] * LINES_OF_A_MEAN)
+    assert len(run.health.state()) == LINES_OF_A_MEAN
 
 
 def test_without_a_factor_nothing_is_seen():
