@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron01.config import DistributedConfig
 from megatron01.errors import UserError
-from megatron01.optim import ZeroOneAdam
+from megatron01.optim import SGDM, ZeroOneAdam
 from megatron01.parallel import LaunchEnvironment, initialize
 from megatron01.parallel.process_groups import Progress
 from megatron01.training.consistency import (
@@ -111,6 +111,31 @@ def test_a_part_of_the_loss_that_is_called_loss_does_not_take_its_place():
         progress=Progress(),
     )
     assert {name: float(value) for name, value in losses.items()} == {"loss": pytest.approx(expected), "part": 8.0}
+
+
+def test_a_step_takes_the_mean_over_its_micro_batches():
+    module, progress = LossModule(Model(dropout=0.0)), Progress()
+    before = module.model.weight.detach().clone() + 1.0
+    module.model.weight.data.copy_(before)
+    optimizer = SGDM(module.model.named_parameters(), 0.1, beta=0.0)
+    batches = iter([{"x": torch.full((8,), factor)} for factor in (1.0, 3.0, 50.0)])
+
+    def with_double(loss_module, batch):
+        loss = loss_module(batch["x"])
+        return loss, {"double": 2 * loss}
+
+    losses = training_step(
+        optimizer,
+        optimizer.attach(module),
+        with_double,
+        batches,
+        2,
+        local_compute_time=LocalComputeTime(torch.device("cpu")),
+        progress=progress,
+    )
+    assert {name: float(value) for name, value in losses.items()} == pytest.approx({"loss": 16.0, "double": 32.0})
+    torch.testing.assert_close(module.model.weight.detach(), before - 0.1 * 2.0)
+    assert progress.count == 3, "each micro-batch, and the end of the passes"
 
 
 class Group:
