@@ -371,10 +371,16 @@ def without_gradients(script, first, last):
 
 
 def lose_gradients_and_roll_back(rank, world_size, config):
-    output = io.StringIO()
+    """Returns the output, and the number of steps that were begun."""
+    output, forward_step, begun = io.StringIO(), without_gradients(GPT, 9, 16), []
+
+    def counted(module, batch):
+        begun.append(batch)
+        return forward_step(module, batch)
+
     with contextlib.redirect_stdout(output):
-        pretrain(config, GPT.build_datasets, GPT.build_model, without_gradients(GPT, 9, 16))
-    return output.getvalue()
+        pretrain(config, GPT.build_datasets, GPT.build_model, counted)
+    return output.getvalue(), len(begun)
 
 
 @pytest.mark.parametrize(
@@ -392,11 +398,13 @@ def lose_gradients_and_roll_back(rank, world_size, config):
     ),
 )
 def test_gradients_that_stay_not_finite_are_rolled_back_to_before_the_first_of_them(corpus, tmp_path, settings):
-    output, _ = run_ranks(
+    (output, num_steps), _ = run_ranks(
         lose_gradients_and_roll_back, 2, rolling_back(corpus, tmp_path, **{"max_skipped_steps": 5} | settings)
     )
     # the checkpoint of 10 is among the steps that were skipped
-    assert re.search(r"rolled back from iteration 1[1-4] to 5;", output), output
+    found = re.search(r"rolled back from iteration 1[1-4] to 5; the (\d+) samples between are deferred", output)
+    assert found, output
+    assert int(found[1]) == 4 * (num_steps - 15), "of the step that was not finished, too"
 
 
 def go_back_and_roll_back(rank, world_size, config, branch):
