@@ -173,6 +173,25 @@ def test_evaluating_saving_and_checking_leave_no_trace(corpus, tmp_path):
     assert_same_state(plain_end, busy_end, same_lines=False)
 
 
+def test_held_out_losses_are_of_their_splits_and_of_the_same_text_whatever_the_micro_batch(corpus, tmp_path, capsys):
+    losses = []
+    for size in (1, 4):
+        settings = {"micro_batch_size": size, "global_batch_size": 4, "eval_iters": 2, "lr": 1e-9, "lr_warmup_iters": 0}
+        run(gpt_config(corpus, run_dir=str(tmp_path / str(size)), train_iters=1, **settings))
+        (line,) = read_lines(tmp_path / str(size))
+        found = re.search(r"test loss (\S+) after iteration 1\n", capsys.readouterr().out)
+        assert found is not None and abs(float(found[1]) - line["eval_loss"]) > 1e-3
+        losses.append((line["eval_loss"], float(found[1])))
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+
+
+def test_held_out_losses_are_those_of_the_last_synchronization(corpus, tmp_path):
+    settings = {"sync_policy": "constant:4", "variance_freeze_step": 2, "eval_interval": 1}
+    run(gpt_config(corpus, run_dir=str(tmp_path), train_iters=13, **settings))
+    losses = [line["eval_loss"] for line in read_lines(tmp_path)]
+    assert losses[3] == losses[4] == losses[6] != losses[7] == losses[10] != losses[11]
+
+
 def test_replicas_drop_out_differently_and_one_replica_works_alone(corpus, tmp_path):
     config = gpt_config(corpus, save=str(tmp_path / "saved"), run_dir=str(tmp_path / "run"), train_iters=3)
     assert run_together(config, world_size=1) == [[None]]
@@ -330,6 +349,8 @@ def test_a_loss_spike_is_rolled_back_with_other_samples(corpus, tmp_path, optimi
     output, hopeless = answers[0]
     assert answers[1] == ("", hopeless)
     assert output.count("rolled back from iteration 14 to 10; the 16 samples between are deferred to the end") == 2
+    # what the undone steps sent has been sent
+    assert [int(steps) for steps in re.findall(r"steps +(\d+) \(", output)] == [24 + 4, 16 + 4, 24 + 4]
     assert hopeless is not None and "after rolling back 2 times" in hopeless
     lines = read_lines(tmp_path / "run")
     assert [line["iteration"] for line in lines] == list(range(2, 26, 2))
