@@ -496,7 +496,7 @@ def test_a_roll_back_to_smaller_batches_finds_samples_for_all_steps(corpus, tmp_
     assert run_together(config) == [[None], [None]]
     resumed = with_settings(config, global_batch_size=8, train_iters=20)
     output, *_ = run_ranks(roll_back_and_report, 2, resumed, 1, 2)
-    assert "rolled back from iteration 16 to 10" in output
+    assert "rolled back from iteration 16 to 10; the 28 samples between are taken in a new order" in output
     assert read_tracker(tmp_path / "saved") == 20
     assert read_metadata(iteration_folder(tmp_path / "saved", 20)).consumed_samples == 10 * 4 + 10 * 8
 
@@ -653,6 +653,46 @@ def damage_and_compare(rank, world_size, config):
 
 def test_a_flipped_bit_on_one_replica_is_noticed(corpus, tmp_path):
     run_ranks(damage_and_compare, 2, gpt_config(corpus, run_dir=str(tmp_path)))
+
+
+def damage_what_both_hold_and_compare(rank, world_size, config):
+    environment = LaunchEnvironment.read(os.environ)
+    with initialize(environment, config.distributed) as group:
+        trainer = Trainer(config, environment, group, GPT.build_datasets, GPT.build_model, GPT.forward_step)
+        trainer.check_replicas()
+
+        def damage(name, master):
+            if rank == 1 and name == "transformer.final_norm.weight":
+                master[5] += 1e-6
+
+        trainer.optimizer.fill_master_parameters(damage)
+        with pytest.raises(ReplicasDiverged, match="rank 1 differs from rank 0 in parameters that are replicated"):
+            trainer.check_replicas()
+
+
+def test_a_flipped_bit_of_a_parameter_that_tensor_parallel_ranks_both_hold_is_noticed(corpus, tmp_path):
+    config = gpt_config(corpus, run_dir=str(tmp_path), tensor_model_parallel_size=2)
+    run_ranks(damage_what_both_hold_and_compare, 2, config)
+
+
+@pytest.mark.parametrize(("interval", "checks"), [(0, 1), (2, 1 + 2)])
+def test_replicas_are_compared_at_the_start_and_as_often_as_wanted(corpus, tmp_path, interval, checks):
+    config = gpt_config(corpus, run_dir=str(tmp_path), train_iters=5, eval_iters=0, check_replicas_interval=interval)
+    with patch.object(Trainer, "check_replicas", autospec=True) as check:
+        run(config)
+    assert check.call_count == checks
+
+
+@pytest.mark.parametrize("answer", ["warn", "stop"])
+def test_a_loss_spike_is_told_or_ends_the_run(corpus, tmp_path, answer, capsys):
+    config = gpt_config(
+        corpus, run_dir=str(tmp_path), train_iters=12, log_interval=1, eval_iters=0, on_loss_spike=answer
+    )
+    ended = pytest.raises(UserError, match=r"\(iteration 7\), and on_loss_spike is stop")
+    with ended if answer == "stop" else contextlib.nullcontext():
+        pretrain(config, GPT.build_datasets, GPT.build_model, spoiled(GPT, 7, 7))
+    assert re.search(r"WARNING: the training loss jumped from .* \(iteration 7\)", capsys.readouterr().out)
+    assert len(read_lines(tmp_path)) == (7 if answer == "stop" else 12)
 
 
 def calls_to_the_heap(rank, world_size, config):

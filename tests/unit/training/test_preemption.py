@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from megatron01.training import consistency
+from megatron01.training import Trainer, consistency
 from megatron01.training.consistency import MOST_STEPS_BETWEEN_CHECKS, PreemptionConsensus
 
 
@@ -55,3 +55,20 @@ def test_a_fast_run_is_seldom_asked():
 def test_it_stops_at_once_when_asked_for():
     vote = PreemptionConsensus(SimpleNamespace(reason="the clock"), Group(1.0))
     assert vote.now() == "the clock (rank 1)"
+
+
+def test_a_lost_folder_ends_a_run_that_saves_and_is_told_once_by_another():
+    printed, asked = [], []
+    for save in ("saved", None):
+        trainer = SimpleNamespace(
+            folders=SimpleNamespace(lost="the folder is another job's"),
+            config=SimpleNamespace(checkpoint=SimpleNamespace(save=save)),
+            recorder=SimpleNamespace(print=printed.append),
+            _has_lost_folder=False,
+        )
+        for _ in range(3):
+            Trainer._check_ownership(trainer, SimpleNamespace(ask=asked.append))
+    assert asked == ["the folder is another job's"] * 3
+    assert printed == [
+        "WARNING: the folder is another job's; lines since are lost, and training goes on, as it saves nothing"
+    ]
