@@ -496,7 +496,7 @@ def test_a_roll_back_to_smaller_batches_finds_samples_for_all_steps(corpus, tmp_
     assert run_together(config) == [[None], [None]]
     resumed = with_settings(config, global_batch_size=8, train_iters=20)
     output, *_ = run_ranks(roll_back_and_report, 2, resumed, 1, 2)
-    assert "rolled back from iteration 16 to 10; the 28 samples between are taken in a new order" in output
+    assert "rolled back from iteration 16 to 10; the 28 samples between are deferred to the end" in output
     assert read_tracker(tmp_path / "saved") == 20
     assert read_metadata(iteration_folder(tmp_path / "saved", 20)).consumed_samples == 10 * 4 + 10 * 8
 
