@@ -199,6 +199,21 @@ def test_replicas_drop_out_differently_and_one_replica_works_alone(corpus, tmp_p
     assert run_together(with_settings(config, save=str(tmp_path / "two"))) == [[None], [None]]
     state = stored_state(iteration_folder(tmp_path / "two", 3))
     assert not torch.equal(state["rank_00000/random.torch"], state["rank_00001/random.torch"])
+    # one replica that goes on from two draws other numbers than in its first steps
+    going_on = with_settings(config, save=str(tmp_path / "two"), load="auto", train_iters=6)
+    assert run_together(going_on, world_size=1) == [[None]]
+    first, second = (stored_state(iteration_folder(tmp_path / name, at)) for name, at in (("saved", 3), ("two", 6)))
+    assert not torch.equal(first["rank_00000/random.torch"], second["rank_00000/random.torch"])
+
+
+def test_an_exchange_that_a_save_waits_for_counts_as_sent(corpus, tmp_path):
+    plain = gpt_config(
+        corpus, delay_synchronization=True, train_iters=14, eval_iters=0, run_dir=str(tmp_path / "plain")
+    )
+    saving = with_settings(plain, save=str(tmp_path), save_interval=1, run_dir=str(tmp_path / "saving"))
+    assert run_together(plain, saving) == [[None, None]] * 2
+    sent, also = (sum(line["comm_bytes"] for line in read_lines(tmp_path / name)) for name in ("plain", "saving"))
+    assert 0 < sent <= also < 1.1 * sent
 
 
 def test_a_batch_that_shrinks_with_the_number_of_replicas_is_said(corpus, tmp_path):
