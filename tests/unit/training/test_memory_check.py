@@ -24,7 +24,9 @@ from tests.integration.tiny import gpt_config, with_settings
 CPU = torch.device("cpu")
 
 
-def check_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, tp: int = 1) -> MemoryCheck:
+def check_of(
+    monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, nodes: int = 1, tp: int = 1
+) -> MemoryCheck:
     """The memory check of the first process of a node, where ``tp`` tensor-parallel ranks form a replica."""
     monkeypatch.setattr(memory_check, "_free_bytes", lambda device, local: free)
     group = ReplicaGroup(
@@ -33,7 +35,7 @@ def check_of(monkeypatch: pytest.MonkeyPatch, free: int, *, processes: int = 1, 
         device=CPU,
         timeout=datetime.timedelta(minutes=10),
         hosts=["here"] * processes,
-        nodes=[list(range(processes))],
+        nodes=[list(range(processes))[node::nodes] for node in range(nodes)],
     )
     of_replica = TensorParallelRanks(size=tp, rank=0, replica=0, num_replicas=processes // tp, device=CPU)
     return MemoryCheck(group, of_replica, micro_batches=1)
@@ -121,6 +123,8 @@ def test_shared_state_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert missing(check, config, gpt) is not None
     shared = dataclasses.replace(config, distributed=DistributedConfig(replica="node", shard_optimizer=True))
     assert missing(check, shared, gpt) is None
+    two_nodes = check_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4, nodes=2)
+    assert missing(two_nodes, shared, gpt) is not None, "two processes share it, not four"
 
 
 def test_gradients_that_are_added_up_in_fp32_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,8 @@ def test_a_fast_run_is_seldom_asked():
 def test_it_stops_at_once_when_asked_for():
     vote = PreemptionConsensus(SimpleNamespace(reason="the clock"), Group(1.0))
     assert vote.now() == "the clock (rank 1)"
+    alone = SimpleNamespace(world_size=1, gather=lambda reason: [reason])
+    assert PreemptionConsensus(SimpleNamespace(reason="the clock"), alone).now() == "the clock"
 
 
 def test_a_lost_folder_ends_a_run_that_saves_and_is_told_once_by_another():
