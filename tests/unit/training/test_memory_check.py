@@ -123,7 +123,7 @@ def test_shared_state_needs_less_memory(monkeypatch: pytest.MonkeyPatch) -> None
     assert missing(check, config, gpt) is not None
     shared = dataclasses.replace(config, distributed=DistributedConfig(replica="node", shard_optimizer=True))
     assert missing(check, shared, gpt) is None
-    two_nodes = check_of(monkeypatch, 4 * 4 * NUM_PARAMETERS - 1, processes=4, nodes=2)
+    two_nodes = check_of(monkeypatch, 5 * 4 * NUM_PARAMETERS, processes=4, nodes=2)
     assert missing(two_nodes, shared, gpt) is not None, "two processes share it, not four"
 
 
