@@ -36,13 +36,15 @@ def over(config: Any, link: Link) -> str:
     return output
 
 
-def time_it(rank: int, world_size: int) -> float:
-    return time_exchange(dist.group.WORLD, torch.device("cpu"))
+def time_it(rank: int, world_size: int) -> tuple[float, list[float]]:
+    group, device = dist.group.WORLD, torch.device("cpu")
+    return time_exchange(group, device), autotune._slowest([1.0 + rank, 4.0 - rank], group, device)
 
 
 def test_all_replicas_know_the_same_time_of_a_short_exchange() -> None:
-    first, second = run_ranks(time_it, 2)
+    (first, slowest), (second, other) = run_ranks(time_it, 2)
     assert first == second > 0
+    assert slowest == other == [2.0, 4.0]
 
 
 @pytest.mark.slow
