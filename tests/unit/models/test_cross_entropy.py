@@ -136,8 +136,12 @@ def test_chunks_have_equal_lengths(monkeypatch):
         return cross_entropy(logits, labels, vocab_size=8, gradient_weights=weights)
 
     monkeypatch.setattr(loss, "token_losses", counted)
-    loss(torch.randn(31, 3, requires_grad=True), torch.randn(8, 3), torch.zeros(31).long(), torch.ones(31))
+    batch = torch.randn(31, 3, requires_grad=True), torch.randn(8, 3), torch.zeros(31).long(), torch.ones(31)
+    loss(*batch)
     assert lengths == [8, 8, 8, 7]
+    loss.chunk_bytes = 16 * 8 * 4  # instead of those of the device
+    loss(*batch)
+    assert lengths[4:] == [16, 15]
 
 
 def test_sixteen_bit_logits_are_summed_in_fp32():
