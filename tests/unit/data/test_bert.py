@@ -112,6 +112,21 @@ def test_each_sentence_is_used_once_an_epoch(config: BertDataConfig, bert_tokeni
     assert (starts == ends).all()  # no sample crosses a document boundary
 
 
+def test_epochs_are_passes_over_the_text(config: BertDataConfig, bert_tokenizer: Tokenizer) -> None:
+    one = build_bert_datasets(config, bert_tokenizer, SampleCounts(1), 3)
+    assert one.sources[0].num_epochs == pytest.approx(1 / len(one.train))
+    three = build_bert_datasets(config, bert_tokenizer, SampleCounts(3 * len(one.train)), 3)
+    assert three.sources[0].num_epochs == pytest.approx(3.0, rel=0.1)  # short samples fall differently in each
+
+
+def test_one_of_a_whole_number_of_samples_is_short(config: BertDataConfig, bert_tokenizer: Tokenizer) -> None:
+    """Of 7 for a share of 0.15, as 1 / 0.15 is 6.7."""
+    found, seventh, sixth = (
+        build(replace(config, short_seq_prob=share), bert_tokenizer)._mapping for share in (0.15, 1 / 7, 1 / 6)
+    )
+    assert np.array_equal(found, seventh) and not np.array_equal(found, sixth)
+
+
 def test_nsp_takes_the_second_segment_from_another_document(
     write_pair: Callable[..., str], bert_tokenizer: Tokenizer
 ) -> None:
