@@ -99,6 +99,7 @@ def test_samples_are_functions_of_seed_and_index(config: BertDataConfig, bert_to
         a, b = first[index], second[index]
         assert all((a[key] == b[key]).all() for key in a)
     assert any((first[i]["text"] != other[i]["text"]).any() for i in range(5))
+    assert first.fingerprint == second.fingerprint != other.fingerprint
 
 
 def test_each_sentence_is_used_once_an_epoch(config: BertDataConfig, bert_tokenizer: Tokenizer) -> None:
@@ -157,6 +158,11 @@ def test_documents_with_long_sentences_are_left_out(write_pair: Callable[..., st
     assert set(splits.train._mapping[:, 0].tolist()) == {2}
     (note,) = splits.notes
     assert "2 of 5 documents" in note and "more than 512 tokens" in note
+    short = [[10] * 5, [11] * 5]
+    halves = write_pair([short, short, short, texts[0]], "halves")
+    config = BertDataConfig(data_path=(halves,), seq_length=SEQ_LENGTH, split="1,1")
+    (note,) = build_bert_datasets(config, bert_tokenizer, SampleCounts(3, 3), 1).notes
+    assert note.startswith("1 of 2 documents in the valid split")
 
 
 def test_a_blend_notes_them_once(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
