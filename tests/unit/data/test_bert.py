@@ -159,10 +159,10 @@ def test_documents_with_long_sentences_are_left_out(write_pair: Callable[..., st
     (note,) = splits.notes
     assert "2 of 5 documents" in note and "more than 512 tokens" in note
     short = [[10] * 5, [11] * 5]
-    halves = write_pair([short, short, short, texts[0]], "halves")
+    halves = write_pair([short, short, short, texts[0], short, texts[0]], "halves")
     config = BertDataConfig(data_path=(halves,), seq_length=SEQ_LENGTH, split="1,1")
     (note,) = build_bert_datasets(config, bert_tokenizer, SampleCounts(3, 3), 1).notes
-    assert note.startswith("1 of 2 documents in the valid split")
+    assert note.startswith("2 of 3 documents in the valid split")
 
 
 def test_a_blend_notes_them_once(write_pair: Callable[..., str], bert_tokenizer: Tokenizer) -> None:
