@@ -237,6 +237,17 @@ def test_padded_held_out_text_is_predicted_once_a_pass(
     assert (batch["labels"][~counts] == gpt2_tokenizer.eod).all()
 
 
+def test_the_order_of_samples_is_part_of_their_fingerprint(
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer
+) -> None:
+    """Of a single document, of which a seed changes nothing else."""
+    config = GPTDataConfig(data_path=(write_pair([[[*range(1, 200)]]]),), seq_length=16, split="1")
+    one, same, other = (
+        build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(10), seed).train.fingerprint for seed in (1, 1, 2)
+    )
+    assert one == same != other
+
+
 def test_index_is_cached_by_what_it_depends_on(
     write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
