@@ -273,8 +273,10 @@ def test_ends_of_documents_that_are_not_there_are_noted(
     config = replace(corpus(write_pair, gpt2_tokenizer), reset_attention_mask=True)
     (prefix,) = config.data_path or ()
     origin: dict[str, Any] = {"tokenizer": {"fingerprint": gpt2_tokenizer.fingerprint}}
-    for append_eod, expected in ((True, ()), (False, (f"reset_attention_mask has no effect on {prefix}, whose",))):
-        write_origin(prefix, origin | {"append_eod": append_eod})
+    lacking = f"reset_attention_mask has no effect on {prefix}, whose"
+    # of a file that does not say it, nothing is known
+    for said, expected in (({"append_eod": True}, ()), ({"append_eod": False}, (lacking,)), ({}, ())):
+        write_origin(prefix, origin | said)
         notes = build_gpt_datasets(config, gpt2_tokenizer, SampleCounts(1), 1).notes
         assert len(notes) == len(expected) and all(map(str.startswith, notes, expected))
 
