@@ -86,6 +86,11 @@ def test_splits_are_mixed_by_weight(write_pair: Callable[..., str], gpt2_tokeniz
         ("train", 16, 100),
     ]
     assert splits.sources[2].num_epochs == pytest.approx(100 / (16 * 20 / 10))
+    # not from the cache, which holds the mix above
+    others = [(paths, {0: 50, 1: 100, 2: 50}, 200), (("1", a, "1", b, "2", c), {0: 100, 1: 100, 2: 200}, 400)]
+    for other_paths, expected, num_samples in others:
+        found = build(gpt2_tokenizer, SampleCounts(num_samples), data_path=other_paths, split="8,1,1").train
+        assert Counter(origins(found)) == expected
 
 
 def test_without_weights_tokens_count(write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer) -> None:
