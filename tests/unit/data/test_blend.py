@@ -163,6 +163,7 @@ def test_a_blend_reads_what_its_datasets_read(write_pair: Callable[..., str], be
     for i, (k, number) in enumerate(zip(datasets, samples, strict=True)):
         alone = blend.datasets[k][number]
         assert all((batch[name][49 - i] == alone[name]).all() for name in alone)
+    assert blend.collate is blend.datasets[0].collate is not dict
     with pytest.raises(IndexError):
         blend[50]
     other = build_bert_datasets(replace(config, seq_length=31), bert_tokenizer, SampleCounts(50), 5).train

@@ -7,6 +7,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,6 +117,22 @@ def test_a_file_cut_short_during_training_is_named(
     ):
         for _ in batches:
             pass
+
+
+def test_a_file_that_changes_while_a_batch_is_read_is_named(
+    write_pair: Callable[..., str], gpt2_tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples_of_it = dataset(write_pair(DOCUMENTS), gpt2_tokenizer)
+    read = samples_of_it.read
+
+    def read_and_change(indices: Any) -> Any:
+        samples = read(indices)
+        bump(tmp_path / "corpus.bin")
+        return samples
+
+    monkeypatch.setattr(samples_of_it, "read", read_and_change)
+    with pytest.raises(UserError, match=r"corpus\.bin was changed while it was in use"):
+        samples_of_it.batch(range(2))
 
 
 def test_a_worker_ended_by_a_truncated_file(
