@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron01.data import index_cache
 from megatron01.data.index_cache import Arrays, cached_arrays, sampled_digest
 from megatron01.errors import UserError
 from megatron01.utils import files
@@ -43,6 +44,19 @@ def test_built_once(tmp_path: Path) -> None:
     assert build.calls == 1
     cached_arrays(tmp_path / "deep" / "cache", {**DESCRIPTION, "seed": 2}, build)
     assert build.calls == 2 and len(list((tmp_path / "deep" / "cache").iterdir())) == 2
+
+
+def test_an_entry_of_another_format_or_description_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = Builder()
+    load(tmp_path, build)
+    (entry,) = tmp_path.iterdir()
+    contents = entry / "index.json"
+    contents.write_text(contents.read_text().replace("seed", "salt"))
+    load(tmp_path, build)
+    assert build.calls == 2
+    monkeypatch.setattr(index_cache, "_FORMAT", index_cache._FORMAT + 1)
+    load(tmp_path, build)
+    assert build.calls == 3 and len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_index_beyond_memory_is_refused_in_one_line(tmp_path: Path) -> None:
