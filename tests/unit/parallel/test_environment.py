@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.errors import UserError
-from megatron01.parallel import LaunchEnvironment
+from megatron01.parallel import LaunchEnvironment, launch
 from megatron01.parallel.launch import expand_host_list, expand_tasks_per_node
 
 TORCHRUN = {
@@ -70,6 +72,13 @@ def test_torchrun() -> None:
     assert (read.master_addr, read.master_port, read.launcher) == ("node0", 1234, "torchrun")
 
 
+def test_only_variables_that_were_set_by_hand_are_of_no_launcher_that_ends_the_others() -> None:
+    by_hand, by_agent = TORCHRUN, TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}
+    assert [LaunchEnvironment.read(one).ends_together for one in (by_hand, by_agent, TASK, OPEN_MPI)] == [
+        False, True, True, True,
+    ]  # fmt: skip
+
+
 def test_torchrun_inside_srun_wins() -> None:
     assert place(TASK | TORCHRUN) == (5, 8, 1, 4)
 
@@ -78,6 +87,8 @@ def test_srun() -> None:
     read = LaunchEnvironment.read(TASK)
     assert place(TASK) == (3, 4, 0, 1) and read.launcher == "srun"
     assert read.master_addr == "vn1" and 15000 <= read.master_port < 30000
+    assert read.nodes == ("vn1", "vn2") and read.node == "" and read.node_name  # of the machine, if SLURM names none
+    assert LaunchEnvironment.read(TASK | {"SLURMD_NODENAME": "vn2"}).node_name == "vn2"
     first = TASK | {"SLURM_PROCID": "2", "SLURM_LOCALID": "2", "SLURM_NODEID": "0"}
     assert place(first) == (2, 4, 2, 3)
     assert LaunchEnvironment.read(first).master_port == read.master_port
@@ -192,3 +203,12 @@ def test_restarts_of_torchrun_are_told_apart_where_they_share_a_store() -> None:
     assert LaunchEnvironment.read(shared).restart == "2"
     assert LaunchEnvironment.read(shared | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).restart == ""
     assert LaunchEnvironment.read(variables).restart == ""
+
+
+@pytest.mark.parametrize(("text", "megabits"), [("25000\n", 25000), ("-1\n", None), ("", None)])
+def test_a_driver_may_not_know_the_speed(
+    text: str, megabits: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "speed").write_text(text)
+    monkeypatch.setattr(launch, "Path", lambda *parts: tmp_path / parts[-1])
+    assert launch._megabits("eth0") == megabits
