@@ -9,6 +9,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,12 +123,17 @@ def test_where_all_are_as_far_the_run_ends_and_nobody_is_named() -> None:
     assert "although all answer" in str(error) and error.scope == "job" and error.exit_status == 74
 
 
-def test_time_counts_from_the_first_step_on_and_not_in_a_pause() -> None:
+def test_time_counts_from_the_first_step_on_and_not_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("megatron01.parallel.process_groups.time", SimpleNamespace(monotonic=lambda: now[0]))
     progress = Progress()
     progress.note()
     assert (progress.count, progress.seconds) == (1, -1)
     progress.note(in_step=True)
+    now[0] = 5.0
+    assert progress.seconds == 5.0
     progress.note()
-    assert progress.count == 3 and progress.seconds >= 0
+    now[0] = 7.0
+    assert (progress.count, progress.seconds) == (3, 2.0)
     progress.pause()
     assert progress.seconds == -1

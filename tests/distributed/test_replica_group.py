@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron01.config import DistributedConfig
-from megatron01.errors import UserError
+from megatron01.errors import FaultError, UserError
 from megatron01.parallel import (
     LaunchEnvironment,
     LostReplica,
@@ -79,7 +79,10 @@ def _fail_on(group: ReplicaGroup, ranks: list[int], kind: type[Exception]) -> st
 
 def _failing(rank: int, world_size: int) -> list[str]:
     def body(group: ReplicaGroup) -> list[str]:
-        return [_fail_on(group, [], UserError), _fail_on(group, [1, 2], UserError), _fail_on(group, [1], KeyError)]
+        return [
+            _fail_on(group, ranks, kind)
+            for ranks, kind in (([], UserError), ([1, 2], UserError), ([1], KeyError), ([0], FaultError))
+        ]
 
     return _in_group(body)
 
@@ -90,6 +93,9 @@ def test_an_error_of_one_replica_is_an_error_of_all() -> None:
     assert [answer[:2] for answer in answers] == [["went on", shared]] * 3
     told = "UserError: loading the data failed on rank 1: KeyError: 'no file on rank 1' [job]"
     assert [answer[2] for answer in answers] == [told, "KeyError: 'no file on rank 1' []", told]
+    assert {answer[3] for answer in answers} == {
+        "FaultError: loading the data failed on rank 0: no file on rank 0 [job]"
+    }
 
 
 def _build_once(rank: int, world_size: int, folder: str) -> list[str]:
