@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from megatron01.parallel import process_groups
-from megatron01.parallel.process_groups import LostReplica, open_in_time
+from megatron01.parallel.process_groups import LostReplica, open_in_time, timeout_for
 
 SOON = datetime.timedelta(seconds=0.1)
 
@@ -34,3 +34,8 @@ def test_what_opens_or_fails_in_time_does_so_as_without_a_thread() -> None:
 def test_groups_of_gpus_are_opened_by_the_thread_that_uses_them() -> None:
     assert open_in_time(threading.get_ident, SOON, backend="nccl") == threading.get_ident()
     assert open_in_time(threading.get_ident, SOON) != threading.get_ident()
+
+
+def test_nccl_gives_up_after_the_watch_that_says_which_rank_is_lost() -> None:
+    ten = datetime.timedelta(minutes=10)
+    assert timeout_for("gloo", ten) == ten < timeout_for("nccl", ten) <= 1.2 * ten
