@@ -118,6 +118,16 @@ def test_who_lives_and_does_not_go_on_is_named_by_one_rank() -> None:
     assert [error.scope for error in errors] == ["elsewhere", "rank", "elsewhere", "elsewhere"]
 
 
+def test_ranks_that_others_have_waited_for_are_lost_even_if_they_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_watch._RollCall, "_ask_in_time", lambda self: {0, 1, 2})
+    group: Any = SimpleNamespace(rank=1, world_size=3, hosts=["a", "b", "c"])
+    store: Any = None
+    roll_call, error = peer_watch._RollCall(group, store), LostReplica("lost another replica")
+    roll_call.hung = [0]
+    named = roll_call.name_lost_ranks(error)
+    assert str(named) == "lost another replica (no answer from rank 0 on a)" and named.scope == "rank"
+
+
 def test_where_all_are_as_far_the_run_ends_and_nobody_is_named() -> None:
     error = seen_by(1, [7, 7], 601.0)
     assert "although all answer" in str(error) and error.scope == "job" and error.exit_status == 74
