@@ -221,7 +221,8 @@ class StepModel:
         bits = volume.gradient_code_bits(self.config)
         # with ZeRO, the last collective carries new weights in place of mean gradients
         inner = size if bits is None else volume.INSIDE_BYTES * work.parameters / num_buckets
-        stages = self._stages(size, inner=inner, outer=size, reduces=self.sharded or not self.replica_is_node)
+        # also where a node is a replica: at full steps its processes have their own gradients
+        stages = self._stages(size, inner=inner, outer=size, reduces=True)
         processing = work.exchange_seconds + 2 * size * work.sending
         traffic = self._traffic
         if bits is None:

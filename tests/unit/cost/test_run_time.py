@@ -9,24 +9,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron01.config import OptimizerConfig
-from megatron01.cost.cluster import COPY_SHARE, GPUS, Cluster, expected_maximum
+from megatron01.cost.cluster import COPY_SHARE, GPUS, Cluster, ClusterConfig, expected_maximum
 from megatron01.cost.run_time import (
     Choice,
     Recommendation,
     RunTime,
     StepModel,
     Work,
+    _group_steps,
     choices,
     recommend,
     run_time,
     run_times,
 )
-from megatron01.cost.volume import Wire, traffic
+from megatron01.cost.volume import STEP_KINDS, Wire, full_step_bytes, traffic
 from megatron01.training.autotune import beyond_messages
 
 ROOT = Path(__file__).parents[3]
@@ -61,6 +63,29 @@ def test_collectives_by_hand() -> None:
     assert slow.ring_all_reduce(0).seconds == pytest.approx(2 * 4 * 1e-3)
     assert slow.all_reduce(0).seconds == pytest.approx(2 * 2 * 1e-3)
     assert slow.across(0, hierarchical=True).seconds == pytest.approx(2e-3)
+    assert slow.across(0, hierarchical=False).seconds == pytest.approx(
+        16e-3
+    )  # 31 messages, all but the first pipelined
+    # an all-reduce is not faster than inside a node, be it a ring or a tree
+    fast = replace(CLUSTER, link_rate=1e12)
+    for stage in (fast.ring_all_reduce(32e6), fast.all_reduce(32e6)):
+        assert stage.seconds == pytest.approx(2 * 7 / 8 * 32e6 / 100e9)
+
+
+def test_a_cluster_is_that_of_its_settings() -> None:
+    """Also with the GPU's name in capitals; a message inside a node takes no longer than one between nodes."""
+    gpu = GPUS["a100"]
+    found = Cluster.of(ClusterConfig(gpu="A100"), 4, goes_inside_first=True)
+    assert found == replace(
+        CLUSTER,
+        link_rate=10e9 / 8,
+        inside_rate=1e9 * gpu.inside_rate,
+        latency=pytest.approx(30e-6),
+        inside_latency=10e-6,
+        memory_rate=pytest.approx(COPY_SHARE * 1e9 * gpu.memory_rate),
+    )
+    near = Cluster.of(ClusterConfig(gpu="cpu", link_latency_us=2.0), 4, goes_inside_first=True)
+    assert near.inside_latency == near.latency == pytest.approx(2e-6) and not near.on_gpu
 
 
 def test_steps_by_hand() -> None:
@@ -77,12 +102,43 @@ def test_steps_by_hand() -> None:
     # a delayed synchronization overlaps with up to one step's computation
     delayed = StepModel(cluster, WORK, replace(ONE_BUCKET, delay_synchronization=True)).one_bit(every_step=False)
     assert delayed.seconds == pytest.approx(0.3)
+    slow = StepModel(replace(cluster, link_rate=1e7), WORK, ONE_BUCKET)
+    late = replace(slow, config=replace(ONE_BUCKET, delay_synchronization=True)).one_bit(every_step=False)
+    assert late.exposed == pytest.approx(slow.one_bit(every_step=False).exposed - 0.3)
+    # gradients are exchanged during the backward pass, unless that is switched off
+    after = StepModel(cluster, WORK, replace(DENSE, overlap_exchange=False)).full()
+    assert after.exposed == pytest.approx(2 * 3 / 4 * 0.2) and free.full().exposed < 0.9 * after.exposed
     # without clipping, most of 8 1-bit buckets are sent during the backward pass, and fewer of the default 4
     settings = replace(DENSE, clip_grad=0.0)
     four = StepModel(cluster, WORK, settings).one_bit(every_step=True)
     early = StepModel(cluster, WORK, replace(settings, bucket_elements=WORK.parameters // 8)).one_bit(every_step=True)
     assert early.exposed < four.exposed < 0.5 * one.exposed
     assert 0.0 < early.exposed < 0.25 * one.exposed
+
+
+def test_stages_inside_nodes_by_hand() -> None:
+    model = StepModel(CLUSTER, WORK, ONE_BUCKET)
+    packed = 1e8 * (1 / 8 + 2 / 1024)
+    across = 2 * 3 / 4 * packed / 1e9
+    # accumulated steps are reduced in 16 bits, and all processes get the packed result
+    assert model.one_bit(every_step=False).exposed == pytest.approx(across + 7 / 8 * (2e8 + packed) / 100e9)
+    dense = replace(model, config=replace(ONE_BUCKET, compressor="none"))  # in fp32
+    assert dense.one_bit(every_step=False).exposed == pytest.approx(2 * 3 / 4 * 4e8 / 1e9 + 7 / 8 * 8e8 / 100e9)
+    # a node that is a replica has averaged the gradients before
+    by_node = replace(model, replica_is_node=True)
+    assert by_node.one_bit(every_step=False).exposed == pytest.approx(across + 7 / 8 * (4e8 + packed) / 100e9)
+    # at full steps each process has its own gradient, whatever is a replica
+    full = 2 * 3 / 4 * 2e8 / 1e9 + 7 / 8 * 4e8 / 100e9
+    for one in (model, by_node, replace(by_node, sharded=True)):
+        assert one.full().exposed == pytest.approx(full)
+
+
+def test_a_processor_that_sends_has_a_cost_for_each_byte() -> None:
+    cluster = replace(ALONE, memory_rate=math.inf)
+    model = StepModel(cluster, replace(WORK, sending=1e-9, exchange_seconds=0.01), ONE_BUCKET)
+    assert model.adam().arithmetic == pytest.approx(2 * 200e6 * 1e-9)
+    assert model.full().arithmetic == pytest.approx(0.01 + 2 * 200e6 * 1e-9)
+    assert model.one_bit(every_step=True).arithmetic == pytest.approx(0.01 + 2 * 100e6 * (1 / 8 + 2 / 1024) * 1e-9)
 
 
 @pytest.mark.parametrize("optimizer", ["zero_one_adam", "one_bit_adam", "bin_sgdm"])
@@ -111,6 +167,7 @@ def test_arithmetic_is_counted_in_bytes() -> None:
     # inside a node the gradient is reduced in 16 bits, and a process compresses an eighth of the mean
     inside = replace(packed, cluster=CLUSTER)
     assert inside.full().arithmetic == pytest.approx((4 + 6 + 12 / 8 + 8 / 32 + 0.5 + 12.5 + 16) * 1e8 / 1e12)
+    assert inside.one_bit(every_step=False).arithmetic == pytest.approx((40 + 12 / 8 + 8 / 32) * 1e8 / 1e12)
 
 
 def test_arithmetic_of_16_bit_weights() -> None:
@@ -128,6 +185,7 @@ def test_arithmetic_of_16_bit_weights() -> None:
     summed = replace(model, work=replace(WORK, micro_batches=2, sums_in_fp32=True))
     assert summed.local().arithmetic == pytest.approx(34 * 1e8 / 1e12)
     assert summed.adam().arithmetic == pytest.approx(adam)
+    assert replace(model, work=replace(WORK, sums_in_fp32=True)).local() == model.local()  # of one there is no sum
     small = replace(model, config=OptimizerConfig(state_dtype="bf16"))
     assert small.local().arithmetic == pytest.approx(20 * 1e8 / 1e12)
     common = replace(model, config=OptimizerConfig(local_momentum="common"))  # m is not written
@@ -177,6 +235,43 @@ def test_kinds_and_bytes_are_those_of_the_schedule() -> None:
     assert adam.node_bytes == pytest.approx(1000 * wire.ring(2))
 
 
+def test_full_steps_that_also_send_accumulated_steps_take_longer() -> None:
+    """Those that do are a part of them: the second moment is refreshed between two synchronizations, too."""
+    settings = replace(RECIPE, sync_policy="constant:3", variance_freeze_step=400, variance_kappa=2)
+    wire = Wire(parameter_sizes=(WORK.parameters,), replicas=4, block_size=settings.block_size)
+    expected = traffic(settings, train_iters=1000, precision="bf16", wire=wire)
+    both = np.count_nonzero(expected.full & expected.one_bit) / np.count_nonzero(expected.full)
+    assert 0.1 < both < 0.9
+    cluster = replace(ALONE, memory_rate=math.inf)
+    work = replace(WORK, gradient_bytes=full_step_bytes(settings, "bf16"))
+    model = StepModel(cluster, work, settings)
+    _, step = run(Choice(name="", optimizer=settings), cluster).kinds["full"]
+    more = both * model.one_bit(every_step=False).exposed
+    assert step.exposed == pytest.approx(model.full().exposed + more)
+
+
+def test_a_mean_over_steps_weighs_them_by_their_number() -> None:
+    """1-bit steps overlap only while they exchange at every step."""
+    settings = replace(RECIPE, clip_grad=0.0, sync_policy="doubling:400,300", variance_freeze_step=10)
+    wire = Wire(parameter_sizes=(WORK.parameters,), replicas=4, block_size=settings.block_size)
+    expected = traffic(settings, train_iters=1000, precision="bf16", wire=wire)
+    one_bit = expected.kind == STEP_KINDS.index("one_bit")
+    early, late = (np.count_nonzero(one_bit & (every == (expected.interval == 1))) for every in (True, False))
+    model = StepModel(ALONE, WORK, settings)
+    both = early * model.one_bit(every_step=True).seconds + late * model.one_bit(every_step=False).seconds
+    count, step = run(Choice(name="", optimizer=settings), ALONE).kinds["one_bit"]
+    assert early > 2 * late > 0 and count == early + late
+    assert step.seconds == pytest.approx(both / count)
+
+
+def test_a_long_run_takes_as_long_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(RECIPE, sync_policy="constant:16", variance_freeze_step=50, bucket_elements=1)
+    whole = _group_steps.__wrapped__(settings, 1000)
+    monkeypatch.setattr("megatron01.cost.run_time.STEPS_AT_ONCE", 7)
+    for found, one in zip(_group_steps.__wrapped__(settings, 1000), whole, strict=True):
+        assert found == pytest.approx(one)
+
+
 def test_rare_exchanges_wait_less_for_stragglers() -> None:
     shaky = replace(ALONE, jitter=0.1)
     every = run(Choice(name="", optimizer=replace(RECIPE, sync_policy="constant:1")), shaky)
@@ -184,6 +279,12 @@ def test_rare_exchanges_wait_less_for_stragglers() -> None:
     waits = [sum(count * step.waiting for count, step in one.kinds.values()) for one in (every, rarely)]
     assert waits[0] == pytest.approx(1000 * 0.1 * 0.3 * expected_maximum(4))
     assert 0 < waits[1] < 0.5 * waits[0]
+    # processes of a node that is a replica wait for each other at every step in any case
+    by_node = run(
+        Choice(name="", optimizer=replace(RECIPE, sync_policy="constant:1"), replica_is_node=True),
+        replace(CLUSTER, jitter=0.1),
+    )
+    assert by_node.kinds["one_bit"][1].waiting == pytest.approx(0.1 * 0.3 * expected_maximum(4))
 
 
 @settings(max_examples=30)
@@ -231,6 +332,10 @@ def test_exchanges_that_cost_the_processor_much_are_not_recommended() -> None:
     assert at(0.0).best.choice.name.startswith("zero_one_adam") and at(0.5).best.choice.name == "adam"
     # the all-reduce is said to be hidden only where it is
     assert "no exchange is faster" in at(0.5).reason and "hides behind the backward pass" in at(0.5, rate=1e12).reason
+    # as a share of the time, however short a step is
+    short = replace(WORK, parameters=100_000, forward_seconds=1e-4, backward_seconds=2e-4, exchange_seconds=5e-3)
+    runs = run_times(RECIPE, cluster=ALONE, work=short, train_iters=1000, precision="bf16")
+    assert "no exchange is faster" in recommend(runs).reason
 
 
 def test_what_messages_do_not_explain_of_an_exchange() -> None:
