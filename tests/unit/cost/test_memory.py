@@ -316,6 +316,18 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         cli.main([*flags, "--json", "--tensor-model-parallel-size", "2"])
     found = json.loads(capsys.readouterr().out)
     assert found["zero_one_adam"]["total"] > found["adam"]["total"] > 0
+    with pytest.raises(SystemExit):
+        cli.main([*flags, "--json"])
+    whole = json.loads(capsys.readouterr().out)
+    assert found["adam"]["passes"] < 0.6 * whole["adam"]["passes"]  # those of half a model
+    # two processes that hold one replica have nobody to exchange with, and all micro-batches
+    flags += ["--nodes", "1", "--processes-per-node", "2", "--tensor-model-parallel-size", "2"]
+    with pytest.raises(SystemExit):
+        cli.main([*flags, "--json"])
+    assert {one["exchange"] for one in json.loads(capsys.readouterr().out).values()} == {0}
+    with pytest.raises(SystemExit):
+        cli.main([*flags, "--global-batch-size", "16"])
+    assert "one process of 2, " in (printed := capsys.readouterr().out) and "8 x 2 sequences of 64 a step" in printed
 
 
 def test_the_command_with_nodes_as_replicas(capsys: pytest.CaptureFixture[str]) -> None:

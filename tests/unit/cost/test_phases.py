@@ -62,3 +62,5 @@ def test_a_run_is_compared_with_adam_and_with_1_bit_adam_if_its_freeze_step_is_k
     assert [other.bytes_sent for other in compared] == [200 * WIRE.ring(4), 200 * WIRE.ring(2), sent]
     assert all(other.volume_saved == pytest.approx(1 - 1 / other.times_less) for other in compared)
     assert all(other.rounds_saved == 1 - run.total_rounds / 200 for other in compared)
+    run, config = plan(optimizer="one_bit_adam", freeze_step=20)  # not with itself
+    assert [other.name for other in compare(run, config, precision="bf16", wire=WIRE)] == adam

@@ -72,6 +72,8 @@ def test_the_type_of_gradients_on_the_wire_can_be_set_except_for_adam() -> None:
     assert plan(optimizer="sgdm", precision="fp32", gradient_wire_dtype="bf16").bytes_sent[0] == WIRE.dense(2)
     assert plan(optimizer="adam", precision="fp32", gradient_wire_dtype="bf16").bytes_sent[0] == WIRE.ring(4)
     assert plan(precision="bf16", gradient_wire_dtype="fp32").bytes_sent[0] == WIRE.dense(4)
+    # what soft_sign_sgd averages at full steps are no gradients
+    assert plan(optimizer="soft_sign_sgd", gradient_wire_dtype="8bit").bytes_sent[0] == WIRE.dense(4)
 
 
 def test_one_bit_adam_is_full_before_its_freeze_step_and_1_bit_after() -> None:

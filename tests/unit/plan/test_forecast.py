@@ -47,6 +47,8 @@ def test_a_single_replica_has_nothing_to_hide_or_compress(run: Any) -> None:
     printed = run(*LARGE, "--nodes", "1", "1", "--processes-per-node", "1", "--compute-seconds", "0.2")
     assert "recommended: adam (a single replica sends nothing)" in printed
     assert "of linear" not in printed  # the same number twice is no scaling
+    printed = run(*LARGE, "--nodes", "1", "--processes-per-node", "2", "--tensor-model-parallel-size", "2")
+    assert "recommended: adam (a single replica sends nothing)" in printed  # of two processes
 
 
 def test_json_holds_the_same(run: Any) -> None:
@@ -58,11 +60,45 @@ def test_json_holds_the_same(run: Any) -> None:
         assert all(kind["compute"] == pytest.approx(0.2) for kind in found["kinds"].values())
 
 
+def test_waiting_for_the_slowest_counts_as_communication(run: Any) -> None:
+    flags = (*LARGE, "--nodes", "4", "--compute-seconds", "0.2", "--jitter", "0.9", "--link-gbits", "1000")
+    adam = json.loads(run(*flags, "--json"))[0]["runs"][0]
+    full = adam["kinds"]["full"]
+    assert full["waiting"] > 0.1 * full["compute"]
+    share = (full["exposed"] + full["waiting"]) / adam["step_seconds"]
+    (row,) = (line for line in run(*flags).splitlines() if line.startswith("adam "))
+    assert f" {share:.0%} " in row
+
+
+def test_flags_name_the_layout(run: Any) -> None:
+    for more, ending in ((), "--replica node"), (("--shard-optimizer",), "--replica node --shard-optimizer"):
+        runs = json.loads(run(*LARGE, "--json", "--replica", "node", *more))[0]["runs"]
+        by_node = [one["flags"] for one in runs if "nodes as replicas" in one["name"]]
+        assert by_node and all(flags.endswith(ending) for flags in by_node)
+
+
+def test_what_passes_take(run: Any) -> None:
+    def seconds(*more: str) -> float:
+        work = json.loads(run(*LARGE, "--gpu", "a100", "--json", *more))[0]["work"]
+        return float(work["forward_seconds"] + work["backward_seconds"])
+
+    assert seconds("--recompute-activations", "full") == pytest.approx(4 / 3 * seconds())
+    assert seconds("--recompute-activations", "selective") == seconds()
+    assert seconds("--precision", "fp32", "--no-tf32") == pytest.approx(8 * seconds("--precision", "fp32", "--tf32"))
+
+
+def test_sums_of_gradients_are_of_the_type_that_is_asked_for(run: Any) -> None:
+    for flag, expected in (("--accumulate-grads-in-fp32", True), ("--no-accumulate-grads-in-fp32", False)):
+        assert json.loads(run(*LARGE, "--json", flag))[0]["work"]["sums_in_fp32"] is expected
+
+
 def test_parts_of_a_model_share_the_link(run: Any) -> None:
     whole, half = (
         json.loads(run(*LARGE, "--nodes", "4", "--json", *more))[0]
-        for more in ((), ("--tensor-model-parallel-size", "2"))
+        for more in ((), ("--tensor-model-parallel-size", "2", "--price", "3"))
     )
+    assert whole["runs"][0]["cost"] is None
+    assert half["runs"][0]["cost"] == pytest.approx(4 * 8 * 3 / 3600 * half["runs"][0]["seconds"])  # of all GPUs
     assert half["work"]["parameters"] < 0.51 * whole["work"]["parameters"]
     assert half["tokens_per_step"] == whole["tokens_per_step"] / 2
     one, other = (run["runs"][0]["kinds"]["full"] for run in (whole, half))
