@@ -158,7 +158,7 @@ def _about_end(summary: Summary, rows: Sequence[Row]) -> str:
     """Which group has the lowest final loss, and by how much."""
     known = [row for row in rows if row.final_loss.is_known]
     unknown = [row for row in rows if not row.final_loss.is_known]
-    if not known:
+    if not any(row.has_loss for row in rows):
         return "No loss is known."
     if not summary.final_kind:
         return "Final losses are not compared: the runs do not have one at the same step."

@@ -93,6 +93,14 @@ def test_seeds_that_do_not_tell_it(family: Family) -> None:
     assert family.say(target=1.0).startswith("None of the runs reached a held-out loss of 1.0000 (mean over seeds).")
 
 
+def test_nothing_is_later_than_what_not_every_seed_reaches(family: Family) -> None:
+    family.seeds("adam", spread=0.1)
+    family.seeds("sgdm", seconds=5.0)
+    said = family.say(target=2.47)
+    assert "first" not in said and "; not significantly later: SGD with momentum after " in said
+    assert "SGD with momentum took " in family.say(target=2.6)
+
+
 def test_the_same_seeds_are_compared_in_pairs(family: Family) -> None:
     family.seeds("adam", spread=0.1, first=0)
     family.seeds("sgdm", spread=0.11, worse=0.05, first=0)  # less than the spread of seeds, above Adam with each seed
@@ -135,6 +143,8 @@ def test_equal_runs_are_not_ranked(family: Family) -> None:
     assert "Adam reached a held-out loss of 2.3140 after 50.0 s; not significantly later: BinSGDM after 50.0 s." in said
     assert "Adam ended at a held-out loss of 2.3140; not significantly higher: BinSGDM by 0.0000." in said
     assert "Adam and BinSGDM sent the same, 48 bits per parameter and step." in said
+    family.add("sgdm", lines(optimizer="adam", seconds=0.5025))  # half a percent is no difference
+    assert "first" not in family.say()
 
 
 def test_one_group(family: Family) -> None:
@@ -205,6 +215,9 @@ def test_ends_that_do_not_compare(family: Family) -> None:
     family.add("adam")
     family.add("sgdm", lines(steps=60))
     assert "Final losses are not compared: the runs do not have one at the same step." in family.say()
+    for step in (10, 20):  # of runs before their first training loss
+        family.add("adam", [{"iteration": step, "consumed_samples": 8 * step, "eval_loss": 3.0}], seed=step)
+    assert "Final losses are not compared: the runs" in family_of(family, 2, 3).say()
 
 
 def test_what_is_not_known(family: Family) -> None:
@@ -229,6 +242,8 @@ def test_one_replica_sends_nothing(family: Family) -> None:
     for optimizer in ("adam", "sgdm"):
         family.add(optimizer, [line(5), line(10)], world_size=1)
     assert "Nothing was sent: each run has one replica." in family.say()
+    family.add("bin_sgdm", [line(5), line(10)], world_size=2)
+    assert "Nothing was sent" not in family.say()
 
 
 def test_a_label_with_a_comma_stays_one_name(family: Family) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import isfinite, isnan
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ def test_another_baseline_and_target(tmp_path: Path) -> None:
     groups = family(tmp_path).groups
     assert summarize(groups, baseline="0/1 adam").baseline == 2
     assert summarize(groups, baseline="0/1 Adam, no").baseline == 3
+    assert summarize(groups[::-1], baseline="0/1 adam").baseline == 1  # before the label that only begins so
     with pytest.raises(UserError, match="expected one of: Adam; 1-bit Adam"):
         summarize(groups, baseline="sgd")
     unreached = summarize(groups, target=0.5)
@@ -168,6 +169,9 @@ def test_times_count_from_where_they_are_on_record(tmp_path: Path) -> None:
         assert row.tokens_per_second == pytest.approx(8 * 32 / 0.5)
     summary = summarize(sections([read_run(folder) for folder in folders])[0].groups)
     assert summary.different_conditions == ("shares of timed steps",)
+    # of seeds that reach the target at the same step, one has no time to it
+    (row,) = summary.rows
+    assert isfinite(row.reach.step) and isnan(row.reach.seconds)
 
 
 def test_losses_that_were_never_measured(tmp_path: Path) -> None:
