@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron01.compare.grouping import first_reached, mean_curve, smooth
+from megatron01.compare.grouping import first_reached, group_curve, iterations, mean_curve, smooth
+from megatron01.compare.runs import run_of_lines
+from megatron01.compare.summary import held_out
+from tests.unit.compare.folders import line
 
 
 def test_smoothing_averages_what_is_there() -> None:
@@ -34,6 +37,19 @@ def test_the_mean_reaches_as_far_as_all_seeds() -> None:
 def test_seeds_with_other_places_are_interpolated() -> None:
     curve = mean_curve([(np.array([0.0, 2.0]), np.array([0.0, 2.0])), (np.array([0.0, 1.0, 2.0]), np.zeros(3))])
     assert curve.x.tolist() == [0, 1, 2] and curve.mean.tolist() == [0, 0.5, 1]
+
+
+def test_lines_without_an_evaluation_are_skipped() -> None:
+    """Two seeds that were evaluated at other steps have a mean between them."""
+    runs = [
+        run_of_lines(
+            "run", [line(step, **({"eval_loss": step} if step % 10 == rest else {})) for step in range(40)], {}, {}
+        )
+        for rest in (0, 5)
+    ]
+    curve = group_curve(runs, iterations, held_out)
+    assert curve.x.tolist() == curve.mean.tolist() == [5, 10, 15, 20, 25, 30]
+    assert group_curve(runs[:1], iterations, held_out, keep_gaps=True).x.tolist() == list(range(40))
 
 
 def test_curves_without_points() -> None:

@@ -23,6 +23,22 @@ def test_seeds_make_a_group_and_settings_a_label(tmp_path: Path) -> None:
     assert section.title == "GPT-2, 2 layers of 64, 8 sequences of 32 tokens a step" and not section.differs
 
 
+def test_runs_whose_seed_is_not_known_count_as_one_seed_each(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(number), lines(), training__seed=min(number, 1)) for number in range(3)]
+    for folder in folders[1:]:
+        config = folder / "config.yaml"
+        config.write_text(config.read_text().replace("  seed: 1\n", ""))
+    (section,) = sections([read_run(folder) for folder in folders])
+    (group,) = section.groups
+    assert sorted(group.seeds) == ["", "", "0"] and group.num_seeds == 3
+
+
+def test_other_numbers_of_replicas_are_other_groups(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / str(number), lines(), world_size=number) for number in (2, 4)]
+    (section,) = sections([read_run(folder) for folder in folders])
+    assert [group.label for group in section.groups] == ["Adam, replicas 2", "Adam, replicas 4"]
+
+
 def test_a_bert_is_one_with_any_tokenizer(tmp_path: Path) -> None:
     more = {"data__objective": "sop", "data__tokenizer_type": "SentencePieceTokenizer"}
     (section,) = sections([read_run(write_run(tmp_path / "one", lines(), **more))])
