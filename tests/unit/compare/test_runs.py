@@ -27,6 +27,11 @@ def test_a_run_tells_its_totals(tmp_path: Path) -> None:
     assert run.batch_size == 8 and run.replicas == 4
 
 
+def test_processes_that_share_a_replica_count_once(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", lines(), world_size=8, distributed__tensor_model_parallel_size=4)
+    assert read_run(folder).replicas == 2
+
+
 def test_totals_are_summed_where_lines_do_not_tell_them(tmp_path: Path) -> None:
     old = [{key: value for key, value in entry.items() if not key.endswith("_total")} for entry in lines()]
     run = read_run(write_run(tmp_path / "run", old))
@@ -140,6 +145,8 @@ def test_a_loss_that_ends_far_above_where_it_began(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", content))
     assert run.diverged_at == 4
     assert run.notes == ("diverged: from iteration 4 on the loss is far above 8, where it began",)
+    little = [line(step, loss=loss) for step, loss in enumerate((8.0, 9.0, 6.0, 8.5), start=1)]
+    assert read_run(write_run(tmp_path / "little", little)).diverged_at is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import select
@@ -83,6 +84,32 @@ def test_a_warm_up_does_not_tell_what_is_left(tmp_path: Path) -> None:
     run = WatchedRun(folder)
     run.poll()
     assert dict(run.state())["left"] == "about 40.0 s"
+
+
+def test_of_a_long_file_the_last_line_is_used_in_any_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron01.compare.watch._MOST_LINES", 3)
+    run = WatchedRun(write_run(tmp_path / "run", text_of(*range(1, 9), step_seconds=2.0)))
+    run.poll()
+    assert " 8 of 100 " in dict(run.state())["step"] and dict(run.state())["left"] == "about 3.1 min"
+
+
+@pytest.mark.parametrize(("step_seconds", "asks"), [(0.5, True), (30.0, False)])
+def test_a_run_without_a_step_for_long_may_have_ended(tmp_path: Path, step_seconds: float, asks: bool) -> None:
+    folder = write_run(tmp_path / "run", text_of(5, step_seconds=step_seconds))
+    (folder / "last_step.json").write_text(json.dumps({"iteration": 7, "time": time.time() - 100}))
+    run = WatchedRun(folder)
+    run.poll()
+    state = dict(run.state())
+    assert " 7 of 100 " in state["step"]  # the heartbeat is ahead of the metrics
+    assert ("; is it still running?" in state["seen"]) == asks
+
+
+def test_a_loss_that_is_not_finite_is_said(tmp_path: Path) -> None:
+    run = WatchedRun(write_run(tmp_path / "run", text_of(5, loss=3.0) + text_of(10, loss=None)))
+    run.poll()
+    assert "not finite (was 3.0000)" in dict(run.state())["loss"]
+    loss = to_metrics(line(10, loss=None)).loss
+    assert loss is not None and math.isnan(loss) and to_metrics({"iteration": 10}).loss is None
 
 
 def test_rounds_that_are_not_on_record_are_not_shown(tmp_path: Path) -> None:
