@@ -139,6 +139,7 @@ def test_it_learns_and_a_saved_model_predicts_the_same(model_folder: Path, data:
     assert result["num_steps"] == 60
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "models" / "SST-2").eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "models" / "SST-2")
+    assert model.config.id2label == {0: "0", 1: "1"} and model.config.label2id == {"0": 0, "1": 1}
     predicted = []
     for line in (data / "SST-2" / "test.tsv").read_text().splitlines()[1:]:
         with torch.no_grad():

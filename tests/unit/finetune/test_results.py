@@ -49,6 +49,8 @@ def best():
 def test_the_best_setting_by_the_median_over_its_seeds():
     assert {task: setting.learning_rate for task, setting in best().items()} == {"RTE": 3e-5, "MRPC": 1e-5}
     assert best()["RTE"].best_run("accuracy") == Run("RTE", 16, 3e-5, 0)  # ties go to the first
+    equal = settings_of([result("RTE", 3e-5, 0, 0.7), result("RTE", 1e-5, 0, 0.7)])
+    assert best_settings(equal, COLUMNS)["RTE"] == equal[0]
     row = own_row("ours", best(), COLUMNS)
     assert row.values == {"RTE": pytest.approx(70), "MRPC": pytest.approx(75), "MRPC F1": pytest.approx(37.5)}
 
@@ -100,6 +102,8 @@ def test_rows_that_a_user_adds(tmp_path):
     path = tmp_path / "more.csv"
     path.write_text("\ufeffmodel,RTE,MRPC F1\nours before,70.5,-\nother,,90\n", encoding="utf-8")
     assert read_published(path, TITLES) == [TableRow("ours before", {"RTE": 70.5}), TableRow("other", {"MRPC F1": 90})]
+    path.write_text("model,CoLA\nchance,-1.5\n")  # a correlation
+    assert read_published(path, TITLES) == [TableRow("chance", {"CoLA": -1.5})]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,9 @@ def test_windows_and_where_the_answer_is(encoder):
     assert found[1].answer == (4 + 2, 4 + 4)
     assert found[2].answer == (0, 0)  # token 5, "over", is not in the third
     assert text_of(found[1], question, found[1].answer) == "over a lazy"
+    # a longer stride than fits into a window would leave tokens out
+    wide = windows_of(question, encoder, max_length=10, doc_stride=9)
+    assert [WORDS.index(text_of(window, question, (4, 4))) for window in wide] == [0, 5, 10]
 
 
 def test_a_token_has_most_context_in_one_window(encoder):
@@ -88,6 +91,12 @@ def test_an_answer_within_a_token(encoder):
     assert text_of(window, question, window.answer) == "dog"  # "dogs" is "dog" and "##s"
     question = ask("seven boats sail", "boat")
     assert text_of(windows_of(question, encoder)[0], question, windows_of(question, encoder)[0].answer) == "boats"
+
+
+def test_an_answer_between_marks_without_spaces(encoder):
+    question = ask("seven (boats) sail", "boats")
+    window = windows_of(question, encoder)[0]
+    assert text_of(window, question, window.answer) == "boats"
 
 
 def test_long_questions_are_cut_and_padding_is_the_batch_s(encoder):
@@ -145,4 +154,6 @@ def test_equal_texts_come_once_and_questions_without_windows_have_none(encoder):
     zeros = logits(window, {})
     found = n_best([question], [(window, zeros, zeros)], count=20, max_answer_length=1)["q"]
     assert [candidate.text for candidate in found] == ["fox"]
+    second = n_best([question], [(window, logits(window, {1: 3}), zeros)], count=20, max_answer_length=1)["q"]
+    assert [(candidate.text, candidate.score) for candidate in second] == [("fox", 3)]  # with the best of its scores
     assert n_best([question], [], count=5, max_answer_length=5) == {"q": []}
