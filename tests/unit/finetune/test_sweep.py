@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron01.config.commands import GlueConfig
 from megatron01.errors import UserError
+from megatron01.finetune.bench import Training
 from megatron01.finetune.glue import TASKS
 from megatron01.finetune.results import Result, Run, SweepFolder, fingerprint_of
 from megatron01.finetune.sweep import Sweep, array_part, grid
@@ -135,6 +136,41 @@ def test_a_sweep_refuses_results_of_other_sets(tmp_path, data):
     folder.store(result(runs[0], data))
     with pytest.raises(UserError, match=r"seed0.json has the result of other examples of RTE than are given"):
         Sweep(bench, ["RTE"])
+
+
+class Finishing(Bench):
+    """A bench that lists what it trains and writes in the end."""
+
+    def train(self, run):
+        self.done.append(run)
+        return None, Training(10, self.loss)
+
+    def write(self, model, task):
+        self.done.append(task)
+
+
+def test_the_best_model_is_written_once_and_again_if_another_run_is_best(tmp_path, warnings, capsys):
+    one = GlueConfig(
+        load="m", input="i", output=tmp_path, batch_sizes=(16,), learning_rates=(3e-5,), seeds=2, save_models=True
+    )
+    first, second, third = grid(["RTE"], [16], [3e-5], range(3))
+    folder = Sweep(Bench(one), ["RTE"])._folder
+
+    def finish(config=one, loss=0.25):
+        bench = Finishing(config)
+        bench.done, bench.loss = [], loss
+        sweep = Sweep(bench, ["RTE"])
+        sweep.finish(sweep.show())
+        return bench.done
+
+    folder.store(result(first, "d 2+1"))
+    assert finish() == [] and "when all runs are finished" in warnings.pop()
+    folder.store(result(second, "d 2+1", accuracy=0.25))
+    assert finish(loss=None) == [first] and "diverged, so nothing is written" in warnings.pop()
+    assert finish() == [first, "RTE"]
+    assert finish() == [] and "written before" in capsys.readouterr().out
+    folder.store(result(third, "d 2+1", accuracy=0.75))
+    assert finish(replace(one, seeds=3)) == [third, "RTE"] and warnings == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
