@@ -87,13 +87,19 @@ def test_the_fingerprint_covers_weights_and_tokenizer(folder):
     assert not found().startswith(weights) and found().endswith(other_words.partition(" with ")[2])
 
 
-def test_dropout_in_place_of_the_model_s_own(model_folder):
-    pretrained = load_pretrained(str(model_folder), None, HEAD)
+def test_dropout_in_place_of_the_model_s_own(folder):
+    change(folder / "config.json", classifier_dropout=0.2)  # the head has a rate of its own
+    pretrained = load_pretrained(str(folder), None, HEAD)
     model = pretrained.new_model(num_outputs=2, seed=0, dropout=0.37)
     rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
     assert rates == {0.37}
     assert model.config.attention_probs_dropout_prob == 0.37
     assert pretrained.config.hidden_dropout_prob != 0.37
+
+
+def test_the_tokenizer_s_length_is_a_limit_too(folder):
+    change(folder / "tokenizer_config.json", model_max_length=16)  # of 32 positions
+    assert load_pretrained(str(folder), None, HEAD).max_length == 16
 
 
 def test_a_model_without_pooler_gets_one_by_the_seed(folder):
