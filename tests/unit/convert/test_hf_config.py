@@ -26,6 +26,16 @@ def test_round_trip(config):
     assert getattr(found, "norm_placement", None) == getattr(config, "norm_placement", None)
 
 
+def test_heads_and_special_tokens_are_named():
+    gpt2, bert, pre_norm = OURS
+    entries = to_hf_config(gpt2, 777, eod=7)
+    assert entries["architectures"] == ["GPT2LMHeadModel"] and entries["embd_pdrop"] == 0.2
+    assert entries["bos_token_id"] == entries["eos_token_id"] == 7
+    entries = to_hf_config(bert, 777, binary_head=False, pad=5)
+    assert entries["architectures"] == ["BertForMaskedLM"] and entries["pad_token_id"] == 5
+    assert to_hf_config(pre_norm, 777)["architectures"] == ["MegatronBertForPreTraining"]
+
+
 @pytest.mark.parametrize("theirs", [GPT2Config(), BertConfig(), MegatronBertConfig()])
 def test_what_a_file_leaves_out_has_transformers_default(theirs):
     """A config of only model type and vocabulary size gives the model that transformers makes of it."""

@@ -94,6 +94,7 @@ def test_dropout_in_place_of_the_model_s_own(folder):
     rates = {module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)}
     assert rates == {0.37}
     assert model.config.attention_probs_dropout_prob == 0.37
+    assert model.config.problem_type == "single_label_classification"
     assert pretrained.config.hidden_dropout_prob != 0.37
 
 
