@@ -39,6 +39,10 @@ def test_undone_steps_count_also_without_a_line_of_their_own() -> None:
     assert clock.step_done(1.0) == 25.0
     clock.add(metrics(20, 1.0))
     assert clock.seconds == 34
+    clock.step_done(5.0)
+    clock.add(metrics(25, 1.0))  # the line has the time of all steps so far
+    clock.restart_after(20)
+    assert clock.seconds == 39
 
 
 def test_a_resumed_clock_knows_what_was_spent_also_on_lost_steps(tmp_path: Path) -> None:

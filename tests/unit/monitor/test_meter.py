@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron01.monitor.metrics import Meter, Metrics, Totals, describe_traffic
+from megatron01.optim.report import CompressionReport
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,16 @@ def test_a_line_averages_losses_and_adds_up_traffic_since_the_last_one() -> None
     second = meter.line(iteration=3, consumed_samples=24, eval_loss=0.5, mean_over_replicas=lambda loss: loss + 10)
     assert (second.loss, second.comm_bytes, second.sync_kind, second.eval_loss) == (11.0, 0, "local", 0.5)
     assert second.bits_per_parameter == 8 * 200 / (50 * 3)
+
+
+def test_of_the_exchanges_of_a_line_the_last_that_was_measured_is_reported() -> None:
+    meter = Meter(parameters=50, tokens_per_step=1000)
+    for compression in (CompressionReport((0.75, 0.125), 3.0), CompressionReport((0.25, 0.5), 2.0), None):
+        meter.add(Report(compression=compression), 1.0)
+    line = meter.line(iteration=3, consumed_samples=24)
+    assert (line.compression_error, line.compression_errors, line.error_feedback_ratio) == (0.5, [0.25, 0.5], 2.0)
+    meter.add(Report(), 1.0)
+    assert meter.line(iteration=4, consumed_samples=32).compression_error is None
 
 
 class DeferredReport:

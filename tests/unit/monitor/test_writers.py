@@ -65,6 +65,9 @@ def test_console_lines_say_how_long_steps_take_and_what_is_left(capsys: pytest.C
     assert lines == ["iter 10/100 500 ms 45.0 s left", "iter 20/100 500 ms 13.3 min left", "iter 100/100 500 ms"]
     console.write(metrics(100, step_seconds=41.9))
     assert capsys.readouterr().out.endswith("    41.9 s\n")
+    console.restart_after(20)  # the pace counts from here
+    console.write(metrics(30, step_seconds=0.5))
+    assert capsys.readouterr().out.endswith("35.0 s left\n")
 
 
 def test_a_console_that_is_closed_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +219,32 @@ def test_tensorboard_events(tmp_path: Path) -> None:
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(3, 1.5)]
+
+
+def test_tensorboard_hides_undone_steps_alone(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path), tensorboard=True))
+    with open_recorder(config, SINGLE) as recorder:
+        for iteration in (1, 2, 3):
+            recorder.write(metrics(iteration, loss=1.0))
+        recorder.restart_after(2)
+        recorder.write(metrics(3, loss=2.0))
+        recorder.write(metrics(4, loss=2.0))
+    with open_recorder(config, SINGLE, resumed_iteration=3) as recorder:
+        recorder.write(metrics(4, loss=3.0))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert shown == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+
+
+def test_a_writer_that_fails_again_is_named_again(capsys: pytest.CaptureFixture[str]) -> None:
+    full = OSError(errno.ENOSPC, "No space left")
+    with Recorder([Mock(write=Mock(side_effect=[full, full, None, full]))]) as recorder:
+        for iteration, warnings in ((1, 1), (2, 0), (3, 0), (4, 1)):
+            recorder.write(metrics(iteration))
+            assert capsys.readouterr().err.count("WARNING: Mock fails (No space left)") == warnings
 
 
 def test_a_full_disk_under_tensorboard_is_one_line(
