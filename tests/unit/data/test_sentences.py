@@ -22,6 +22,7 @@ from megatron01.data.preprocessing.sentences import split_sentences
         ["J. S. Bach lived.", "So did I.", "Then we ate.", "It was 1999.", "In 2000 it was over."],
         ['"What?" he said.', '"I never did!"', "She left...", "Then he wept."],
         ["“Stop.”", "He did.", "(He had to.)", "Wait!!", "Really?!", "Yes."],
+        ["In 1687 I. Newton wrote it.", "So did I.", "Nobody else did."],
         ["1. Introduction to the matter.", "See Smith et al. (2004).", "It works, cf. Jones."],
         ["It cost $5.", "Then he left for St. Louis, Mo. and died.", "Apple Inc. grew.", "Apple Inc.", "The firm."],
         ["He fell ill.", "Doctors came on Jan. 5 at noon.", "In Jan. 1900 nobody did.", "Henry VIII.", "The king."],
@@ -40,6 +41,12 @@ def test_line_breaks_separate_paragraphs_and_headings() -> None:
         "And more",
         "The next",
     ]
+
+
+def test_a_line_ends_a_sentence_where_the_next_word_had_room() -> None:
+    lines = "A line of twenty one\nShort line here"  # the longest has 20 characters
+    assert split_sentences(f"{lines}\nFits") == ["A line of twenty one Short line here", "Fits"]
+    assert split_sentences(f"{lines}\nLarge") == ["A line of twenty one Short line here Large"]
 
 
 def test_wrapped_lines_are_joined() -> None:
