@@ -196,6 +196,14 @@ def test_every_version_and_number_of_ranks(source, version, ranks, tmp_path, req
     assert torch.equal(outputs[0][0], outputs[1][0])
 
 
+@pytest.mark.parametrize("backwards", [False, True])
+def test_ranks_may_be_listed_in_any_order(gpt, tmp_path, monkeypatch, backwards):
+    write(tmp_path, gpt, ranks=2)
+    listed = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *arguments: sorted(listed(*arguments), reverse=backwards))
+    assert_same(read_model(str(tmp_path)), gpt)
+
+
 @pytest.mark.parametrize(
     ("tree", "names", "stack"),
     [
