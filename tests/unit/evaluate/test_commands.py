@@ -80,7 +80,7 @@ def test_prompts_from_a_file(folder, tmp_path, capsys):
 def test_samples_differ_and_come_again(folder, capsys):
     arguments = ["generate", "--load", folder / "gpt", "--prompt", "a", "--num-samples", 3, "--max-new-tokens", 12]
     first = run(capsys, *arguments)[1]
-    assert len(set(first.split("---")[1:])) == 3
+    assert len({part.split("\n", 1)[1] for part in first.split("---")[1:]}) == 3  # without the numbers in headings
     assert run(capsys, *arguments)[1] == first
     assert run(capsys, *arguments, "--seed", 5)[1] != first
 
@@ -104,6 +104,14 @@ def test_interactive(folder, capsys, monkeypatch):
     assert "error: a text has 80 tokens and the model 32 positions" in errors
     expected = run(capsys, *arguments[:3], "--prompt", "the fox", "seven", *arguments[4:])[1]
     assert all(part.split("\n", 1)[1].strip() in output for part in expected.split("---")[1:])
+
+
+def test_interactive_samples_are_those_of_a_batch(folder, capsys, monkeypatch):
+    arguments = ["generate", "--load", folder / "gpt", "--seed", 3, "--num-samples", 2, "--max-new-tokens", 6]
+    monkeypatch.setattr("sys.stdin", Typed("the fox\nseven\n"))
+    samples = run(capsys, *arguments, "--interactive")[1]
+    batch = run(capsys, *arguments, "--prompt", "the fox", "seven", "--batch-size", 1)[1]
+    assert samples == "".join(part.split("\n", 1)[1] for part in batch.split("---")[1:])
 
 
 def test_fill_mask_equals_transformers(folder, capsys, monkeypatch):
