@@ -37,7 +37,8 @@ if [ "$nodes" -gt 1 ]; then
     command+=(--rdzv-backend c10d --rdzv-endpoint "$RENDEZVOUS" --rdzv-id "${JOB:-megatron01}")
     # on a separate port: machines leave the check at slightly different times
     host=$RENDEZVOUS port=29400
-    [[ $host != *:* || $host == *\] ]] || host=${RENDEZVOUS%:*} port=${RENDEZVOUS##*:} # an IPv6 address is in brackets
+    [[ $host != *:* || $host == *\] ]] || host=${RENDEZVOUS%:*} port=${RENDEZVOUS##*:}
+    [[ $host != *:* || $host == \[*\] ]] || fail "RENDEZVOUS is $RENDEZVOUS; an IPv6 address is put in brackets: [fd00::7]:29400"
     require_whole 1 "the port of RENDEZVOUS" "$port"
     check+=(--rdzv-backend c10d --rdzv-endpoint "$host:$((port + 1))" --rdzv-id "${JOB:-megatron01}_doctor")
 else

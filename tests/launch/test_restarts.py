@@ -109,6 +109,7 @@ def test_the_doctor_comes_first_and_meets_elsewhere():
         (["--dry-run", "x.py"], {"REPLICAS": "0"}, "REPLICAS is '0'; expected a whole number of at least 1"),
         (["--dry-run", "x.py"], {"MAX_RESTARTS": "-1"}, "MAX_RESTARTS is '-1'; expected a whole number of at least 0"),
         (["--dry-run", "x.py"], {"NODES": "2", "RENDEZVOUS": "a:b"}, "the port of RENDEZVOUS is 'b'; expected a whole"),
+        (["--dry-run", "x.py"], {"NODES": "2", "RENDEZVOUS": "fd00::7"}, "an IPv6 address is put in brackets"),
         (["x.py"], {}, "there is no file x.py"),
         (["pretrain_gpt.py", "--no-such-setting", "1"], {}, "error: unknown flag --no-such-setting"),
         (["pretrain", "bert", "--lr", "x"], {"DOCTOR": "yes"}, "error: --lr is 'x'; expected a number"),
