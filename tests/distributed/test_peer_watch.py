@@ -46,8 +46,13 @@ def failing_slowly(rank: int, world_size: int, folder: Path, *, of_agent: bool) 
     environment = LaunchEnvironment.read(os.environ)
     store = open_store(environment, None, datetime.timedelta(minutes=1))
     try:
-        with initialize(environment, config, store=dist.PrefixStore("restart_0", store) if of_agent else store):
+        with initialize(
+            environment, config, store=dist.PrefixStore("restart_0", store) if of_agent else store
+        ) as group:
+            if rank != 2:  # which is a step behind, for less than the time-out
+                group.progress.note(in_step=True)
             if rank == 1:
+                time.sleep(0.5)  # for some rounds of the watch
                 raise ValueError("of this rank alone")
             time.sleep(60)  # as in a collective of NCCL
     except ValueError:
