@@ -45,10 +45,13 @@ def write_tokenizer(files: TokenizerFiles, folder: Path, *, max_length: int) -> 
         entries["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     if isinstance(tokenizer, SentencePieceTokenizer):
         (folder / SENTENCEPIECE_FILE).write_bytes(tokenizer.model)
-        try:
-            backend = sentencepiece_backend(tokenizer)
-        except UserError as error:
-            return f"no {DEFINITION_FILE} for AutoTokenizer: {error}"
+        backend = sentencepiece_backend(tokenizer)
+        if backend is None:
+            return (
+                f"no {DEFINITION_FILE} for AutoTokenizer: {tokenizer.name} is a SentencePiece model of words or"
+                " characters, or marks the ends of words; the tokenizers library takes unigram and BPE models that mark"
+                " the beginnings"
+            )
         special = {"unk": tokenizer.unknown, "bos": tokenizer.eod, "eos": tokenizer.eod}
         if tokenizer.masking is not None:
             special |= {part: getattr(tokenizer.masking, part) for part in ("cls", "sep", "mask", "pad")}
@@ -159,11 +162,11 @@ def copy_tokenizer(files: TokenizerFiles, folder: Path) -> dict[str, str]:
     return names
 
 
-def sentencepiece_backend(tokenizer: SentencePieceTokenizer) -> Backend:
+def sentencepiece_backend(tokenizer: SentencePieceTokenizer) -> Backend | None:
     """A SentencePiece model, unigram or BPE, as a pipeline of the ``tokenizers`` library: the same ids.
 
     But where two ways to cut a text are equally likely up to rounding, and for the name of a control symbol in a text,
-    which becomes that symbol. Raises UserError for a model of another kind.
+    which becomes that symbol. None for a model of another kind. Raises UserError if protobuf is not installed.
     """
     proto = import_optional("sentencepiece.sentencepiece_model_pb2", tokenizer.name).ModelProto
     model = proto.FromString(tokenizer.model)
@@ -174,10 +177,7 @@ def sentencepiece_backend(tokenizer: SentencePieceTokenizer) -> Backend:
     normal, whole = by_kind.get(kinds.NORMAL, {}), by_kind.get(kinds.USER_DEFINED, {})
     training = model.trainer_spec
     if training.treat_whitespace_as_suffix or training.model_type not in (training.UNIGRAM, training.BPE):
-        raise UserError(
-            f"{tokenizer.name} is a SentencePiece model of words or characters, or marks the ends of words; the"
-            " tokenizers library takes unigram and BPE models that mark the beginnings"
-        )
+        return None
     if training.model_type == training.UNIGRAM:
         scores = [(piece.piece, piece.score) for piece in pieces]
         backend = Backend(models.Unigram(scores, tokenizer.unknown, training.byte_fallback))

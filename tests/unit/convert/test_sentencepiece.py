@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from megatron01.convert.hf_tokenizer import find_tokenizer, write_tokenizer
 from megatron01.data import build_tokenizer
 from megatron01.data.tokenizers import SentencePieceTokenizer, TokenizerFiles
+from megatron01.errors import UserError
 
 LINE = (
     "the quick brown fox jumps over lazy dogs unquestionable trees \u00c9tienne Z\u00fcrich 1234 isn't \ufb01ne \u00bd"
@@ -140,3 +142,10 @@ def test_other_kinds_are_left_to_the_sentencepiece_library(options: dict[str, An
     assert note is not None and "no tokenizer.json for AutoTokenizer" in note and "takes unigram and BPE" in note
     files = find_tokenizer(tmp_path / "hf", model_type="gpt2", num_ids=ours.vocab_size)
     assert files is not None and files.built.fingerprint == ours.fingerprint
+
+
+def test_without_protobuf_an_export_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than leave out the file, without which a later reader is told of missing special tokens."""
+    monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
+    with pytest.raises(UserError, match=r"needs sentencepiece.sentencepiece_model_pb2; run: pip install"):
+        exported(trained(), tmp_path)
