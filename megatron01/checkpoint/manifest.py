@@ -292,6 +292,11 @@ def read_metadata(checkpoint: Path, group: ReplicaGroup | None = None) -> Checkp
         raise UserError(f"{checkpoint} does not exist; expected the folder of a checkpoint")
     with damage_named(path), open_regular(path) as content:
         entries = json.load(content)
+        if "sharded_backend" in entries:
+            raise UserError(
+                f"{checkpoint} is a checkpoint of Megatron-LM, of which only the weights are read: by"
+                " --pretrained-checkpoint, or by megatron01 convert"
+            )
         version = entries["format_version"]
         if version != FORMAT_VERSION:
             raise UserError(

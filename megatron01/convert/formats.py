@@ -75,7 +75,7 @@ def read_model(load: str, tokenizer: TokenizerFiles | None = None) -> PortableMo
         raise UserError(f"{error.filename or load} cannot be read: {error.strerror}") from error
     raise UserError(
         f"{load} holds no model in a known format; expected a folder of checkpoints (with iter_... folders), one of"
-        " Hugging Face (with config.json), or one of Megatron-LM (with mp_rank_... folders)"
+        " Hugging Face (with config.json), or one of Megatron-LM (with mp_rank_... folders or .distcp files)"
     )
 
 

@@ -1,12 +1,16 @@
-"""Import of Megatron-LM checkpoints (``model_optim_rng.pt``): BERT and GPT-2, of any tensor-parallel size.
+"""Import of Megatron-LM checkpoints (formats ``torch`` and ``torch_dist``): BERT and GPT-2, of any parallelism.
 
     {folder}/latest_checkpointed_iteration.txt             an iteration, or "release"
-    {folder}/iter_0001000/mp_rank_00/model_optim_rng.pt    and mp_rank_01, ... with tensor parallelism
-    {folder}/iter_0001000/mp_rank_00_000/...               with pipeline parallelism; only one stage is supported
+    {folder}/iter_0001000/mp_rank_00/model_optim_rng.pt    torch: and mp_rank_01, ... with tensor parallelism
+    {folder}/iter_0001000/mp_rank_00_000/...               torch with pipeline parallelism; only one stage is supported
+    {folder}/iter_0001000/metadata.json                    torch_dist (the default today), with any parallelism
+    {folder}/iter_0001000/.metadata, __0_0.distcp, ...     its tensors, of torch.distributed.checkpoint
+    {folder}/iter_0001000/common.pt                        its other state; in newer versions an object in those
 
-Each file holds ``args`` (a Namespace), ``model``, ``checkpoint_version``, and training state that is not read. Tensors
-have the names of the legacy models (``language_model...``) or of megatron-core. Beside the names, the order of the
-fused q, k, v rows differs: it depends on the file's ``checkpoint_version``, within the shard of each rank.
+Each file of ``torch`` holds ``args`` (a Namespace), ``model``, ``checkpoint_version``, and training state that is not
+read. Tensors have the names of the legacy models (``language_model...``) or of megatron-core. Beside the names, the
+order of the fused q, k, v rows differs: it depends on the file's ``checkpoint_version``, within the shard of each rank.
+In ``torch_dist`` one tensor holds those of all layers, [layers, ...], or each layer has its own.
 """
 
 from __future__ import annotations
@@ -30,10 +34,11 @@ from megatron01.convert.portable import (
     require_plain,
     vocabulary_rows,
 )
-from megatron01.convert.torch_files import load_tensors
+from megatron01.convert.torch_files import DistributedFiles, load_tensors
 from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.models.tensor_parallel import partitions_for
+from megatron01.utils.files import read_json_object
 
 _NORM = r"(?:layer)?norm"
 _STACK = r"(?:language_model\.)?(?:transformer|encoder|decoder)\."
@@ -129,6 +134,8 @@ _FILES = ("model_optim_rng.pt", "model_rng.pt")
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
 _STAND_INS = ("megatron", "apex", "amp_C", "transformer_engine", "fp16", "numpy", "torch", "types", "signal", "_io")
 _NEWEST_VERSION = 3.0
+_TRAINING_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.|rng_state|rerun_state|opt_param_scheduler")
+_ALL_LAYERS = re.compile(r"(.*\.layers\.)((?!\d+\.).*)")  # one tensor for the layers of all, in torch_dist
 
 # Settings of Megatron-LM, and the only supported value of each, checked where a file has the setting.
 _REQUIRED: dict[str, Any] = {
@@ -154,7 +161,8 @@ def is_megatron(path: Path) -> bool:
     """True if a path looks like a checkpoint of Megatron-LM, a folder of them, or one of their files."""
     if path.is_file():
         return path.suffix == ".pt"
-    return any(any(path.glob(f"{place}mp_rank_*/*.pt")) for place in ("", "iter_*/", "release/"))
+    places = ("", "iter_*/", "release/")
+    return any(any(path.glob(f"{place}{name}")) for place in places for name in ("mp_rank_*/*.pt", ".metadata"))
 
 
 def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> PortableModel:
@@ -166,18 +174,24 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
         path: a folder of checkpoints, one of them, or a single rank's file.
         tokenizer: used in place of the files that the checkpoint's ``args`` name.
     """
-    paths = _rank_files(path)
-    states = [load_tensors(file, stand_ins=_STAND_INS) for file in paths]
-    source = str(paths[0].parent.parent if len(paths) > 1 else paths[0])
-    for file, state in zip(paths, states, strict=True):
-        if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
-            raise UserError(f"{file} has no entry 'model'; expected a checkpoint of Megatron-LM without virtual stages")
+    folder = path if path.is_file() else _iteration(path)
+    if (folder / ".metadata").is_file():
+        states, source = [_distributed_state(folder)], str(folder)
+    else:
+        paths = _rank_files(folder)
+        states = [load_tensors(file, stand_ins=_STAND_INS) for file in paths]
+        source = str(folder if len(paths) > 1 else paths[0])
+        for file, state in zip(paths, states, strict=True):
+            if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
+                raise UserError(
+                    f"{file} has no entry 'model'; expected a checkpoint of Megatron-LM without virtual stages"
+                )
     args, version = _arguments(states[0], source), _version(states[0], source)
-    world = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", len(paths)))
-    if world != len(paths):
+    world = getattr(args, "tensor_model_parallel_size", getattr(args, "model_parallel_size", len(states)))
+    if world != len(states):
         raise UserError(
-            f"{source} was written with tensor parallelism {world}, but {len(paths)} rank(s) are there; give the folder"
-            " with the mp_rank_... folders of all"
+            f"{source} was written with tensor parallelism {world}, but {len(states)} rank(s) are there; give the"
+            " folder with the mp_rank_... folders of all"
         )
     try:
         ranks = [_renamed(state["model"], source) for state in states]
@@ -207,17 +221,51 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
     return model
 
 
-def _rank_files(path: Path) -> list[Path]:
-    """The files of all tensor-parallel ranks, in order."""
-    if path.is_file():
-        return [path]
-    folder = path
+def _iteration(path: Path) -> Path:
+    """The folder of the checkpoint that the tracker in ``path`` names; ``path`` itself if there is none."""
     tracker = path / TRACKER_NAME
     if tracker.is_file():
         name = tracker.read_text(encoding="ascii", errors="replace").strip()
         if name != "release" and not name.isdecimal():
             raise UserError(f"{tracker} holds {name[:40]!r}; expected the number of an iteration, or release")
-        folder = path / name if name == "release" else iteration_folder(path, int(name))
+        return path / name if name == "release" else iteration_folder(path, int(name))
+    return path
+
+
+def _distributed_state(folder: Path) -> dict[str, Any]:
+    """A torch_dist checkpoint as the state of one rank, which holds the parts of all, without optimizer."""
+    expected = "expected a finished checkpoint that Megatron-LM wrote with --ckpt-format torch_dist or torch"
+    kind = read_json_object(folder / "metadata.json", expected=expected).get("sharded_backend")
+    if kind != "torch_dist":
+        raise UserError(f"{folder} is in the format {kind!r}; {expected}")
+    files = DistributedFiles(folder)
+    newer = [name for name in files.objects if name.partition("/")[0] == "common_state"]
+    if newer:
+        common = files.object(newer[0], stand_ins=_STAND_INS)
+        if isinstance(common, list) and len(common) == 1:
+            common = common[0]
+    else:
+        common = load_tensors(folder / "common.pt", stand_ins=_STAND_INS)
+    if not isinstance(common, Mapping):
+        raise UserError(f"{folder} holds no state beside its tensors; {expected}")
+    model: dict[str, Tensor] = {}
+    for name in files.shapes:
+        if _TRAINING_STATE.match(name):
+            continue
+        tensor = files.tensor(name)
+        if match := _ALL_LAYERS.fullmatch(name):
+            model.update({f"{match[1]}{layer}.{match[2]}": weight for layer, weight in enumerate(tensor)})
+        else:
+            model[name] = tensor
+    if isinstance(args := common.get("args"), argparse.Namespace):
+        args.tensor_model_parallel_size = args.pipeline_model_parallel_size = 1
+    return {**common, "model": model}
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    """The files of all tensor-parallel ranks, in order."""
+    if folder.is_file():
+        return [folder]
     ranks = {}
     for entry in folder.glob("mp_rank_*"):
         match = _RANK.fullmatch(entry.name)
