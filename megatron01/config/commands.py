@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from megatron01.config.data import TokenizerType
-from megatron01.config.fields import Below1, Bounded, Bounds, NotNegative, Positive, UpTo1, ZeroIsOff
+from megatron01.config.fields import Below1, Bounded, Bounds, Folder, NotNegative, Positive, UpTo1, ZeroIsOff
 from megatron01.config.pretrain import Precision
 from megatron01.errors import UserError, require
 
@@ -40,13 +40,9 @@ class OptionalTokenizer(Bounded):
 class ModelFolder(Bounded):
     """A model."""
 
-    load: str
+    load: Folder
     """Folder of the model: a checkpoint, a folder of them, a run's (--run-dir), one of Hugging Face, or one of
     Megatron-LM."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(bool(self.load), "load is empty; expected a folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,17 +54,12 @@ class LoadConfig(OptionalTokenizer, ModelFolder):
 class ConvertConfig(LoadConfig):
     """Convert a model between formats."""
 
-    output: str = field(metadata={"aliases": ("save",)})
+    output: Folder = field(metadata={"aliases": ("save",)})
     """Folder to write; it must not exist."""
     to: Literal["auto", "huggingface", "megatron01"] = "auto"
     """Format to write; auto: huggingface for a checkpoint of megatron01, megatron01 for anything else."""
     dtype: Precision = "fp32"
     """huggingface: type of the weights in the files."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.output:
-            raise UserError("output is empty; expected a folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -462,17 +453,14 @@ class InspectConfig(OptionalTokenizer, VerifyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig:
+class SampleConfig(Bounded):
     """Token files of the shipped corpus."""
 
-    output: str = "data/prepared"
+    output: Folder = "data/prepared"
     """Folder for gpt_text_document.{bin,idx} (byte-level BPE of 5000 entries, documents end with <|endoftext|>) and
     bert_text_sentence.{bin,idx} (WordPiece of 5120 entries, one sequence per sentence)."""
     workers: int = 1
     """Processes that tokenize."""
-
-    def __post_init__(self) -> None:
-        require(bool(self.output), "output is empty; expected a folder")
 
 
 @dataclass(frozen=True, kw_only=True)

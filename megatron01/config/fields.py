@@ -34,7 +34,7 @@ NumberT = TypeVar("NumberT", int, float)
 class Bounds:
     """The values that a setting may take, in the annotation of its type: ``Annotated[int, Bounds(...)]``."""
 
-    allow: Callable[[float], bool]
+    allow: Callable[[Any], bool]
     expected: str
     """In words, for the message."""
 
@@ -44,6 +44,7 @@ NotNegative = Annotated[NumberT, Bounds(lambda value: value >= 0, "0 or more")]
 ZeroIsOff = Annotated[NumberT, Bounds(lambda value: value >= 0, "0 (off) or more")]
 Below1 = Annotated[float, Bounds(lambda value: 0 <= value < 1, "a number in [0, 1)")]
 UpTo1 = Annotated[float, Bounds(lambda value: 0 < value <= 1, "a number in (0, 1]")]
+Folder = Annotated[str, Bounds(bool, "a folder")]
 
 
 class Bounded:
@@ -54,7 +55,8 @@ class Bounded:
         own_class: Any = type(self)
         for name, bounds in _bounds(own_class).items():
             value = getattr(self, name)
-            require(value is None or bounds.allow(value), f"{name} is {value}; expected {bounds.expected}")
+            shown = "empty" if value == "" else value
+            require(value is None or bounds.allow(value), f"{name} is {shown}; expected {bounds.expected}")
 
 
 _hints = functools.cache(get_type_hints)

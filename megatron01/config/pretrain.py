@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from megatron01.config.data import BertDataConfig, DataConfig, GPTDataConfig
-from megatron01.config.fields import Below1, Bounded, Bounds, NotNegative, Positive, ZeroIsOff
+from megatron01.config.fields import Below1, Bounded, Bounds, Folder, NotNegative, Positive, ZeroIsOff
 from megatron01.config.optimizer import FusedKernels, OptimizerConfig
 from megatron01.config.registry import baseline, find_optimizer, optimizers
 from megatron01.errors import UserError, require
@@ -18,6 +18,7 @@ _UpToAYear = Annotated[float, Bounds(lambda value: 0 < value <= 525600, "a posit
 _UpTo10to8 = Annotated[int, Bounds(lambda value: 0 < value <= 10**8, "a positive number, at most 100000000")]
 _Layers = Annotated[int, Bounds(lambda value: 0 < value <= 10**4, "a positive number, at most 10000")]
 _Above1 = Annotated[float, Bounds(lambda value: value > 1, "a factor above 1, or none")]
+_FolderOrNone = Annotated[str, Bounds(bool, "a folder, or none")] | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ class HealthConfig(Bounded):
 class CheckpointConfig(Bounded):
     """Where checkpoints are written and read."""
 
-    save: str | None = None
+    save: _FolderOrNone = None
     """Folder for checkpoints; nothing is saved when not given."""
     save_interval: Positive[int] = 1000
     """Steps between two checkpoints; the last step is always saved."""
@@ -182,9 +183,9 @@ class CheckpointConfig(Bounded):
     same momentum, which one saves, and a checkpoint is several times smaller."""
     async_save: bool = False
     """Write checkpoints in the background while training continues; needs host memory for a copy of the state."""
-    load: str | None = None
+    load: _FolderOrNone = None
     """Folder of checkpoints to resume from; 'auto' resumes from the --save folder if it holds one."""
-    pretrained_checkpoint: str | None = None
+    pretrained_checkpoint: _FolderOrNone = None
     """Folder of a trained model (of megatron01, Hugging Face or Megatron-LM) whose weights a new run starts from;
     optimizer state and step count start anew."""
     keep_last: Positive[int] | None = None
@@ -194,8 +195,6 @@ class CheckpointConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("save", "load", "pretrained_checkpoint"):
-            require(getattr(self, name) != "", f"{name} is empty; expected a folder, or none")
         require(
             self.keep_every is None or self.keep_last is not None,
             f"keep_every is {self.keep_every} but keep_last is not given, so every checkpoint is kept; give keep_last",
@@ -211,7 +210,7 @@ class CheckpointConfig(Bounded):
 class LoggingConfig(Bounded):
     """What is written about the run, and where."""
 
-    run_dir: str = "runs/default"
+    run_dir: Folder = "runs/default"
     """Folder of the run: metrics.jsonl, config.yaml, revision and package versions."""
     log_interval: Positive[int] = 10
     """Steps between two lines on the console and in metrics.jsonl."""
@@ -230,7 +229,6 @@ class LoggingConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.run_dir), "run_dir is empty; expected a folder")
         for name in ("wandb_name", "wandb_checkpoints"):
             require(
                 self.wandb_project is not None or getattr(self, name) == getattr(type(self), name),
