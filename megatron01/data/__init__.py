@@ -5,8 +5,9 @@ Names are imported when they are first used: a preprocessing process needs neith
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron01.utils import on_first_use
 
 if TYPE_CHECKING:
     from megatron01.data.bert import BertDataset, build_bert_datasets
@@ -17,17 +18,11 @@ if TYPE_CHECKING:
     from megatron01.data.tokenizers import Tokenizer, build_tokenizer
 
 _NAMES = {
-    "bert": ("BertDataset", "build_bert_datasets"),
-    "datasets": ("SampleCounts", "Splits"),
-    "gpt": ("GPTDataset", "build_gpt_datasets"),
-    "indexed": ("IndexedDataset", "IndexedDatasetBuilder", "token_dtype"),
-    "loader": ("BatchLoader",),
-    "tokenizers": ("Tokenizer", "build_tokenizer"),
+    "data.bert": ("BertDataset", "build_bert_datasets"),
+    "data.datasets": ("SampleCounts", "Splits"),
+    "data.gpt": ("GPTDataset", "build_gpt_datasets"),
+    "data.indexed": ("IndexedDataset", "IndexedDatasetBuilder", "token_dtype"),
+    "data.loader": ("BatchLoader",),
+    "data.tokenizers": ("Tokenizer", "build_tokenizer"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, _NAMES)

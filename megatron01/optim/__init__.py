@@ -5,8 +5,9 @@ Names are imported on first use, so that the optimizers' specs (``optim.specs``)
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron01.utils import on_first_use
 
 if TYPE_CHECKING:
     from megatron01.config.registry import OptimizerSpec as OptimizerSpec
@@ -29,31 +30,18 @@ if TYPE_CHECKING:
     from megatron01.optim.sgdm import SGDM as SGDM
     from megatron01.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 
-_MODULES = {
-    "Adam": "optim.adam",
-    "BinSGDM": "optim.bin_sgdm",
-    "LRSchedule": "optim.schedule",
-    "LossScaler": "optim.loss_scaler",
-    "OneBitAdam": "optim.one_bit_adam",
-    "OptimizerSpec": "config.registry",
-    "PretrainOptimizer": "optim.factory",
-    "QuantizedAdam": "optim.quantized_adam",
-    "SGDM": "optim.sgdm",
-    "Schedule": "optim.schedule",
-    "SoftSignSGD": "optim.bin_sgdm",
-    "StepKind": "optim.report",
-    "StepReport": "optim.report",
-    "TabulatedSchedule": "optim.schedule",
-    "TrainingDiverged": "optim.report",
-    "ZeroOneAdam": "optim.zero_one_adam",
-    "build_optimizer": "optim.factory",
-    "build_schedule": "optim.schedule",
-    "weight_decay_groups": "optim.factory",
+_NAMES = {
+    "config.registry": ("OptimizerSpec",),
+    "optim.adam": ("Adam",),
+    "optim.bin_sgdm": ("BinSGDM", "SoftSignSGD"),
+    "optim.factory": ("PretrainOptimizer", "build_optimizer", "weight_decay_groups"),
+    "optim.loss_scaler": ("LossScaler",),
+    "optim.one_bit_adam": ("OneBitAdam",),
+    "optim.quantized_adam": ("QuantizedAdam",),
+    "optim.report": ("StepKind", "StepReport", "TrainingDiverged"),
+    "optim.schedule": ("LRSchedule", "Schedule", "TabulatedSchedule", "build_schedule"),
+    "optim.sgdm": ("SGDM",),
+    "optim.zero_one_adam": ("ZeroOneAdam",),
 }
-__all__ = list(_MODULES)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"megatron01.{_MODULES[name]}"), name)
+__all__ = [name for names in _NAMES.values() for name in names]
+__getattr__ = on_first_use(__name__, _NAMES)

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron01.parallel.launch import LaunchEnvironment
+from megatron01.utils import on_first_use
 
 if TYPE_CHECKING:
     from megatron01.parallel.process_groups import LostReplica, ReplicaGroup, failing_together, lost_replica
@@ -16,14 +16,8 @@ if TYPE_CHECKING:
     from megatron01.parallel.tensor_parallel import TensorParallelRanks, find_tensor_parallel_ranks
 
 _NAMES = {
-    "process_groups": ("LostReplica", "ReplicaGroup", "failing_together", "lost_replica"),
-    "startup": ("initialize",),
-    "tensor_parallel": ("TensorParallelRanks", "find_tensor_parallel_ranks"),
+    "parallel.process_groups": ("LostReplica", "ReplicaGroup", "failing_together", "lost_replica"),
+    "parallel.startup": ("initialize",),
+    "parallel.tensor_parallel": ("TensorParallelRanks", "find_tensor_parallel_ranks"),
 }
-
-
-def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = on_first_use(__name__, _NAMES)
