@@ -27,8 +27,7 @@ from timing import seconds_of
 from megatron01.config.commands import PreprocessConfig
 from megatron01.data import IndexedDataset
 from megatron01.data.preprocessing.corpus import Chunk, Position, read_chunks
-from megatron01.data.preprocessing.documents import decode_chunk
-from megatron01.data.preprocessing.encoding import Encoder
+from megatron01.data.preprocessing.encoding import Encoder, decode_chunk
 from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.data.preprocessing.sentences import split_sentences

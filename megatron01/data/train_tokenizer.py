@@ -18,7 +18,7 @@ from tokenizers import pre_tokenizers, trainers
 from megatron01.config import DataConfig
 from megatron01.config.commands import TrainTokenizerConfig
 from megatron01.data.preprocessing.corpus import Position, read_chunks
-from megatron01.data.preprocessing.documents import decode_chunk
+from megatron01.data.preprocessing.encoding import decode_chunk
 from megatron01.data.preprocessing.inputs import resolve_inputs
 from megatron01.data.tokenizers import (
     BERT_SPECIAL_TOKENS,
