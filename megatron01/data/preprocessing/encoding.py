@@ -37,10 +37,6 @@ class DecodedChunk:
     num_lines: int = 0
 
 
-class _Rejected(Exception):
-    """A document is left out; the message is the reason."""
-
-
 def decode_chunk(chunk: Chunk, keys: Sequence[str], max_document_mb: int) -> DecodedChunk:
     """The texts under ``keys`` of each document; a document with an unusable text is rejected as a whole."""
     too_long = f"longer than {max_document_mb} MB"
@@ -55,49 +51,44 @@ def decode_chunk(chunk: Chunk, keys: Sequence[str], max_document_mb: int) -> Dec
         documents = [(line, (document,)) for line, document in lines]
         decoded = DecodedChunk(num_lines=num_lines)
     for line, parts in documents:
-        try:
-            if sum(len(part) for part in parts if part is not None) > max_document_mb * 1_000_000:
-                raise _Rejected(too_long)
-            decoded.documents.append((line, _texts(parts, chunk.format, keys)))
-        except _Rejected as reason:
-            decoded.rejected.append((line, str(reason)))
+        num_bytes = sum(len(part) for part in parts if part is not None)
+        found = too_long if num_bytes > max_document_mb * 1_000_000 else _texts(parts, chunk.format, keys)
+        if isinstance(found, str):
+            decoded.rejected.append((line, found))
+        else:
+            decoded.documents.append((line, found))
     return decoded
 
 
-def _texts(parts: tuple[bytes | None, ...], kind: str, keys: Sequence[str]) -> Texts:
-    """The usable text under each key of a document: of a table's row, a JSON object or plain text."""
+def _texts(parts: tuple[bytes | None, ...], kind: str, keys: Sequence[str]) -> Texts | str:
+    """The text under each key of a document (a table's row, a JSON object or plain text), or why it is not usable."""
     try:
         found: list[Any] = [part if part is None else part.decode("utf-8") for part in parts]
     except UnicodeDecodeError:
-        raise _Rejected("invalid UTF-8") from None
+        return "invalid UTF-8"
     if kind == "jsonl":
-        found = _values_of_json(found[0], keys)
+        try:
+            record = json.loads(found[0])
+        except (ValueError, RecursionError):
+            return "invalid JSON"
+        if not isinstance(record, dict):
+            return "not a JSON object"
+        if missing := [key for key in keys if key not in record]:
+            return f"no key {missing[0]!r}"
+        found = [record[key] for key in keys]
     elif kind == "text" and "\0" in found[0]:
         # from a crash or from UTF-16; in JSON NUL bytes are invalid unless they are written as \u0000
-        raise _Rejected("NUL byte")
+        return "NUL byte"
     for key, text in zip(keys, found, strict=True):
         if not isinstance(text, str):
-            raise _Rejected(f"{key!r} is not a string")
+            return f"{key!r} is not a string"
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:  # half of a surrogate pair, written as \ud800
-            raise _Rejected("invalid Unicode") from None
+            return "invalid Unicode"
         if not text or text.isspace():
-            raise _Rejected("empty document")
+            return "empty document"
     return tuple(found)
-
-
-def _values_of_json(line: str, keys: Sequence[str]) -> list[object]:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise _Rejected("invalid JSON") from None
-    if not isinstance(record, dict):
-        raise _Rejected("not a JSON object")
-    for key in keys:
-        if key not in record:
-            raise _Rejected(f"no key {key!r}")
-    return [record[key] for key in keys]
 
 
 # Encoding with a cache of words: text repeats its words, and a tokenizer takes ten times as long as a dictionary.
