@@ -125,5 +125,5 @@ def import_optional(module: str, user: str) -> Any:
 
 def nearest(name: str, candidates: Iterable[str]) -> str:
     """A hint such as ``; did you mean 'num_layers'?``, or an empty string when nothing is close."""
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.7)
     return f"; did you mean {close[0]!r}?" if close else ""

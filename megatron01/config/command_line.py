@@ -6,6 +6,7 @@ Nothing here imports torch, so that ``--help`` and a mistyped flag answer at onc
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
@@ -63,7 +64,7 @@ def parse(
             arguments += [word for word in unknown if not word.startswith("-")]
             unknown = [word for word in unknown if word.startswith("-")]
         if unknown:
-            raise UserError(_describe_unknown(unknown[0], settings, prog, other_files))
+            raise UserError(_describe_unknown(unknown, settings, prog, other_files))
         values: dict[str, Any] = {}
         for path in given.config:
             values.update(load_yaml(path, settings))
@@ -89,11 +90,16 @@ def parse(
 
 
 class _Parser(argparse.ArgumentParser):
+    expectations: Mapping[str, str] = {}  # of the values of flags, in words
+
     def error(self, message: str) -> NoReturn:
         flag, _, problem = message.removeprefix("argument ").partition(": ")
         name = flag.split("/")[0]
         if problem.startswith("expected"):
-            raise UserError(f"{name} has no value; write it after the flag, or as {name}=VALUE if it begins with '-'")
+            expected = self.expectations.get(name, "one")
+            raise UserError(
+                f"{name} has no value; expected {expected} after the flag, or {name}=VALUE if it begins with '-'"
+            )
         if problem.startswith("ignored explicit argument"):
             hint = f" or {flag.split('/')[1]}" if "/" in flag else ""
             raise UserError(f"{name} takes no value; write {name}{hint} alone")
@@ -131,6 +137,7 @@ def _build_parser(
     for setting in settings.by_key.values():
         group = groups.get(setting.section or "", general)
         _add_flag(group, setting, values.get(setting.key, setting.default))
+    parser.expectations = {setting.flag: setting.expectation for setting in settings.by_key.values()}
     return parser
 
 
@@ -164,19 +171,28 @@ def _show(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
-def _describe_unknown(argument: str, settings: Settings[Any], prog: str, other_files: OtherFiles | None) -> str:
+def _describe_unknown(
+    arguments: Sequence[str], settings: Settings[Any], prog: str, other_files: OtherFiles | None
+) -> str:
+    """What is wrong with ``arguments``, of which nothing is known: all flags among them, or a first that is none."""
+    argument = arguments[0]
     if not argument.startswith("-"):
         if (found := find_config(argument)).is_file() and found.suffix in (".yaml", ".yml"):
             return f"unexpected argument {argument!r}; a configuration is given as --config {argument}"
         if argument.lower() in ("true", "false"):
             return f"unexpected argument {argument!r}; a setting is turned on as --NAME and off as --no-NAME"
         return f"unexpected argument {argument!r}; settings are given as flags, see {prog} --help"
-    flag = argument.split("=", 1)[0]
     flags = ["--config", "--print-config", "--help", *([other_files.flag] if other_files else [])]
     for setting in settings.by_key.values():
         flags += [setting.flag, f"--no-{setting.flag[2:]}"] if setting.type is bool else [setting.flag]
     choices = {setting.flag: get_args(setting.type) for setting in settings.by_key.values()}
-    return f"unknown flag {flag}{_same_thing(flag, flags, choices) or nearest(flag, flags) or f'; see {prog} --help'}"
+    # the values of unknown flags are unknown words, too, and may be negative numbers
+    unknown = [word.split("=", 1)[0] for word in arguments if re.match("-[^0-9.]", word)]
+    hints = {flag: _hint(flag, flags, choices) for flag in unknown or [argument]}
+    if len(hints) == 1:
+        ((flag, hint),) = hints.items()
+        return f"unknown flag {flag}; {hint or f'see {prog} --help'}"
+    return f"unknown flags {', '.join(flag + f' ({hint})' * bool(hint) for flag, hint in hints.items())}"
 
 
 _SAME_THING = (
@@ -185,7 +201,7 @@ _SAME_THING = (
     "output output-prefix output-dir output-file out out-dir save save-dir save-path dest destination",
     "load pretrained-checkpoint model model-path model-name-or-path checkpoint checkpoint-dir checkpoint-path ckpt"
     " resume restore pretrained run run-dir",
-    "run-dir log-dir logdir logging-dir log-path tensorboard-dir",
+    "run-dir log-dir logdir logging-dir log-path tensorboard-dir wandb-save-dir",
     "pretrained-checkpoint finetune load-optim load-rng",
     "train-iters max-steps num-steps total-steps steps iterations iters max-iters num-train-steps train-samples",
     "epochs num-epochs num-train-epochs",
@@ -193,16 +209,18 @@ _SAME_THING = (
     " eval-batch-size batch-sizes",
     "global-batch-size train-batch-size total-batch-size gradient-accumulation-steps accumulation-steps",
     "lr learning-rate learning-rates peak-lr max-lr",
-    "lr-warmup-iters warmup-steps num-warmup-steps warmup-iters warmup lr-warmup-fraction warmup-ratio warmup-fraction",
+    "lr-warmup-iters warmup-steps num-warmup-steps warmup-iters warmup lr-warmup-fraction warmup-ratio warmup-fraction"
+    " lr-warmup-samples",
+    "lr-decay-iters lr-decay-samples",
     "lr-decay-style lr-scheduler lr-scheduler-type scheduler lr-schedule schedule",
     "clip-grad max-grad-norm gradient-clipping grad-clip clip grad-norm",
     "adam-beta1 beta1 betas",
     "adam-beta2 beta2",
     "adam-eps eps epsilon adam-epsilon",
-    "weight-decay wd",
-    "seq-length sequence-length seq-len max-length max-seq-length context-length block-size n-ctx"
-    " max-position-embeddings",
-    "num-layers layers n-layer num-hidden-layers depth",
+    "weight-decay wd start-weight-decay end-weight-decay",
+    "layernorm-epsilon norm-epsilon layer-norm-epsilon",
+    "seq-length sequence-length seq-len max-length max-seq-length context-length n-ctx encoder-seq-length",
+    "num-layers layers n-layer num-hidden-layers depth encoder-num-layers",
     "hidden-size n-embd d-model embed-dim width dim",
     "num-attention-heads heads n-head num-heads",
     "hidden-dropout dropout resid-pdrop",
@@ -216,7 +234,7 @@ _SAME_THING = (
     "tensor-model-parallel-size tp tp-size tensor-parallel-size tensor-parallel",
     "save-interval save-steps checkpoint-interval checkpoint-every save-every",
     "keep-every save-retain-interval",
-    "log-interval logging-steps log-every log-steps steps-per-print",
+    "log-interval logging-steps log-every log-steps steps-per-print tensorboard-log-interval",
     "eval-interval eval-steps eval-every validate-every",
     "keep-last save-total-limit keep-checkpoints max-checkpoints",
     "max-new-tokens max-tokens length num-tokens tokens max-length",
@@ -228,7 +246,12 @@ _SAME_THING = (
     "json json-output as-json format",
     "shared-folder folder shared directory dir",
     "recompute-activations gradient-checkpointing activation-checkpointing checkpoint-activations"
-    " recompute-granularity recompute-method",
+    " recompute-granularity recompute-method recompute-num-layers",
+    "accumulate-grads-in-fp32 accumulate-allreduce-grads-in-fp32",
+    "gradient-wire-dtype grad-reduce-in-bf16",
+    "overlap-exchange overlap-grad-reduce",
+    "bucket-elements ddp-bucket-size bucket-cap-mb",
+    "deepspeed-config deepspeed",
     "shard-optimizer use-distributed-optimizer zero zero-stage",
     "objective bert-no-binary-head",
     "variance-freeze-step var-freeze-step",
@@ -240,18 +263,52 @@ _SAME_THING = (
 """Names that programs give to the same thing, ours among them: those on one line hint at each other."""
 
 
-def _same_thing(flag: str, flags: Sequence[str], choices: Mapping[str, tuple[Any, ...]]) -> str:
+_LEFT_OUT = {
+    "leave it out, there is no such setting here": (
+        "attention-backend use-flash-attn transformer-impl use-mcore-models use-legacy-models masked-softmax-fusion"
+        " bias-gelu-fusion bias-dropout-fusion gradient-accumulation-fusion cross-entropy-loss-fusion"
+        " apply-query-key-layer-scaling query-key-layer-scaling attention-softmax-in-fp32 use-cpu-initialization"
+        " ddp-impl overlap-param-gather ddp-average-in-collective align-grad-reduce local-rank lazy-mpu-init"
+        " async-tensor-model-parallel-allreduce te-rng-tracker check-for-nan-in-loss-and-grad manual-gc"
+        " manual-gc-interval empty-unused-memory-level exit-signal-handler"
+        " ckpt-format use-dist-ckpt dist-ckpt-format auto-detect-ckpt-format ckpt-fully-parallel-save"
+        " ckpt-fully-parallel-load ckpt-assume-constant-structure use-checkpoint-args override-opt-param-scheduler"
+        " use-checkpoint-opt-param-scheduler save-optim save-rng weight-decay-incr-style vocab-size mmap-warmup"
+        " data-impl num-dataset-builder-threads create-attention-mask-in-dataloader log-throughput timing-log-level"
+        " log-params-norm log-timers-to-tensorboard log-memory-to-tensorboard log-validation-ppl-to-tensorboard"
+        " tensorboard-queue-size"
+    ),
+    "leave it out, models here are GPT-2 and BERT as published": (
+        "swiglu squared-relu openai-gelu disable-bias-linear position-embedding-type use-rotary-position-embeddings"
+        " rotary-percent rotary-base untie-embeddings-and-output-weights normalization apply-layernorm-1p"
+        " group-query-attention num-query-groups kv-channels num-experts fp8-format fp32-residual-connection spec"
+    ),
+    "leave it out, a model is divided by --tensor-model-parallel-size alone": (
+        "pipeline-model-parallel-size num-layers-per-virtual-pipeline-stage context-parallel-size"
+        " expert-model-parallel-size expert-tensor-parallel-size"
+    ),
+}
+"""Flags of Megatron-LM that have nothing to set here, by what is to be said of them."""
+
+
+def _hint(flag: str, flags: Sequence[str], choices: Mapping[str, tuple[Any, ...]]) -> str:
     """A hint to the flags of this command that mean what ``flag`` means elsewhere; empty if there is none.
 
     ``choices``: values of those flags that take one of a few; ``--fp16`` is such a value of another flag.
     """
     name = flag.removeprefix("--").removeprefix("no-").replace("_", "-").lower()
     if f"--{name}" in flags:
-        return f"; did you mean '--{name}'?"
+        return f"did you mean '--{name}'?"
     groups = [group.split() for group in _SAME_THING]
     found = [f"--{other}" for group in groups if name in group for other in group if f"--{other}" in flags]
     found = [f"{other} {name}" if name in choices.get(other, ()) else other for other in found]
-    return f"; here it is {' or '.join(list(dict.fromkeys(found))[:2])}" if found else ""
+    if found:
+        return f"here it is {' or '.join(list(dict.fromkeys(found))[:2])}"
+    if "--tensor-model-parallel-size" in flags:  # this trains a model
+        for reason, names in _LEFT_OUT.items():
+            if name in names.split():
+                return reason
+    return nearest(flag, flags).removeprefix("; ")
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,11 @@ def test_every_setting_of_the_framework_is_explained(config_class: type[Any]) ->
         (["--num-layers", "1e300"], "--num-layers is '1e300'; expected a whole number"),
         (["--style", "fanzy"], "--style is 'fanzy'; expected one of plain, fancy; did you mean 'fancy'?"),
         (["--num-layers", "none"], "--num-layers is 'none'; expected a whole number"),
-        (["--lr"], "--lr has no value; write it after the flag, or as --lr=VALUE if it begins with '-'"),
+        (["--lr"], "--lr has no value; expected a number after the flag, or --lr=VALUE if it begins with '-'"),
+        (
+            ["--style"],
+            "--style has no value; expected one of plain, fancy after the flag, or --style=VALUE if it begins with '-'",
+        ),
         (["--fast=yes"], "--fast takes no value; write --fast or --no-fast alone"),
         (["--lr=-1"], "lr is -1.0; expected 0 or more"),
         (["--num-layers", "9"], "width 8 is below num_layers 9"),

@@ -84,6 +84,15 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         (BERT.config_class, "--bert-no-binary-head", "here it is --objective"),
         (GPT.config_class, "--gradient-checkpointing", "here it is --recompute-activations"),
         (GPT.config_class, "--hiden-size", "did you mean '--hidden-size'?"),
+        (GPT.config_class, "--encoder-seq-length", "here it is --seq-length"),
+        (GPT.config_class, "--no-bias-gelu-fusion", "leave it out, there is no such setting here"),
+        (GPT.config_class, "--swiglu", "leave it out, models here are GPT-2 and BERT as published"),
+        (
+            GPT.config_class,
+            "--context-parallel-size",
+            "leave it out, a model is divided by --tensor-model-parallel-size alone",
+        ),
+        (GPT.config_class, "--profile", "see test --help"),  # nothing is close
         (GenerateConfig, "--checkpoint", "here it is --load"),
         (GenerateConfig, "--file", "here it is --input or --text"),
         (GenerateConfig, "--max-length", "here it is --max-new-tokens"),
@@ -100,6 +109,16 @@ def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, 
     with pytest.raises(UserError) as caught:
         of(config_class, flag, "x")
     assert str(caught.value) == f"unknown flag {flag}; {hint}"
+
+
+def test_all_unknown_flags_of_a_script_are_named_at_once() -> None:
+    script = "--num-layers 24 --attention-backend auto --lr 1e-4 --fp16 --rampup-batch-size 16 -1 --quux=1 --quux 2"
+    with pytest.raises(UserError) as caught:
+        of(GPT.config_class, *script.split())
+    assert str(caught.value) == (
+        "unknown flags --attention-backend (leave it out, there is no such setting here), --fp16 (here it is"
+        " --precision fp16), --rampup-batch-size (did you mean '--micro-batch-size'?), --quux"
+    )
 
 
 @pytest.mark.parametrize(
