@@ -231,7 +231,7 @@ _SAME_THING = (
     "replicas world-size num-gpus gpus num-replicas nproc-per-node dp data-parallel-size nodes processes-per-node"
     " processes gpus-per-node",
     "workers num-workers jobs num-proc processes threads dataloader-num-workers",
-    "tensor-model-parallel-size tp tp-size tensor-parallel-size tensor-parallel",
+    "tensor-model-parallel-size model-parallel-size tp tp-size tensor-parallel-size tensor-parallel",
     "save-interval save-steps checkpoint-interval checkpoint-every save-every",
     "keep-every save-retain-interval",
     "log-interval logging-steps log-every log-steps steps-per-print tensorboard-log-interval",
