@@ -16,7 +16,7 @@ from megatron01.config import BertModelConfig, DistributedConfig, GPTModelConfig
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert
-from megatron01.models.layers import compile_layers
+from megatron01.models.layers import KeyValueCache, compile_layers
 from megatron01.models.tensor_parallel import ModelShard, build_model_shard, own_random_numbers
 from megatron01.parallel import LaunchEnvironment, TensorParallelRanks, find_tensor_parallel_ranks, initialize
 from megatron01.parallel.tensor_parallel import TensorParallelGroup
@@ -106,6 +106,7 @@ def compare_with_whole_models(rank: int, size: int) -> dict[Any, tuple[float, fl
                         worst = max(worst, error / scale)
                     if name not in part.partitions:
                         common[name] = got.grad
+                assert part.partial is not None and part.partial.replicated == set(common)
                 found[kind, dtype, sequence_parallel] = (losses[0].item(), losses[1].item(), worst, common)
     return found
 
@@ -190,7 +191,9 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
     own_random_numbers(own, group=group)
     masks = [own(torch.ones(200)), shared(torch.ones(200)), own(torch.ones(200))]
     own.eval()
+    before = torch.get_rng_state()
     assert torch.equal(own(torch.ones(3)), torch.ones(3))
+    assert torch.equal(torch.get_rng_state(), before), "an evaluation would change the training after it"
     results: dict[str, Any] = {"masks": masks}
     for kind in KINDS:
         for sequence_parallel in (False, True):
@@ -202,6 +205,16 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
                     sequence_parallel=sequence_parallel,
                 )
                 torch.manual_seed(5)
+                dropped: dict[str, list[Tensor]] = {}
+                for name, module in part.model.named_modules():
+                    seen: list[Tensor] = []
+                    if name.endswith("query_key_value"):  # inside of attention, whose masks torch does not show
+                        module.register_forward_hook(lambda *_, seen=seen: seen.append(torch.get_rng_state()))
+                    elif isinstance(module, nn.Dropout):
+                        module.register_forward_hook(lambda _, inputs, output, seen=seen: seen.append(output == 0))
+                    else:
+                        continue
+                    dropped[name] = seen
                 loss = loss_of(part.model, kind)
                 loss.backward()
                 gradients = {name: p.grad for name, p in part.model.named_parameters()}
@@ -211,6 +224,7 @@ def drop_out(rank: int, size: int) -> dict[str, Any]:
                     gradients,
                     common,
                     torch.get_rng_state(),
+                    dropped,
                 )
     return results
 
@@ -221,8 +235,14 @@ def test_masks_are_equal_in_replicated_regions_and_differ_in_others() -> None:
     (one, shared, next_one), (other, its_shared, _) = first.pop("masks"), second.pop("masks")
     assert torch.equal(shared, its_shared)
     assert not torch.equal(one, other) and not torch.equal(one, next_one) and not torch.equal(one, shared)
-    for variant, (loss, gradients, common, state) in first.items():
-        its_loss, _, its_common, its_state = second[variant]
+    for variant, (loss, gradients, common, state, dropped) in first.items():
+        its_loss, _, its_common, its_state, its_dropped = second[variant]
+        for name, seen in dropped.items():
+            is_own = name.endswith("query_key_value") or " True " in variant  # of own heads, or a slice of the sequence
+            assert seen and all(torch.equal(a, b) != is_own for a, b in zip(seen, its_dropped[name], strict=True)), (
+                variant,
+                name,
+            )
         assert loss == its_loss, variant
         assert torch.equal(state, its_state), variant
         assert all(torch.equal(gradient, its_common[name]) for name, gradient in common.items()), variant
@@ -240,6 +260,7 @@ def ask_wrongly(rank: int, size: int) -> list[str]:
     messages = []
     for mistake in (
         lambda: model(tokens),
+        lambda: model.next_token_logits(tokens, KeyValueCache(2, 8, torch.zeros(1, dtype=torch.int64))),
         lambda: model.loss(tokens, tokens + VOCAB_SIZE, torch.ones(1, 8)),
         lambda: build_model_shard(lambda: nn.Linear(2, 2), parts),
     ):
@@ -250,10 +271,24 @@ def ask_wrongly(rank: int, size: int) -> list[str]:
 
 
 def test_what_a_part_cannot_do_is_refused() -> None:
-    for logits, label, model in run_ranks(ask_wrongly, 2):
-        assert "never gathered" in logits and "--tensor-model-parallel-size 1" in logits
+    for logits, next_logits, label, model in run_ranks(ask_wrongly, 2):
+        assert "never gathered" in logits and "--tensor-model-parallel-size 1" in logits and next_logits == logits
         assert "outside of the vocabulary" in label
         assert "Linear has no plan" in model
+
+
+def freeze(rank: int, size: int) -> set[str]:
+    def with_frozen_vocabulary() -> nn.Module:
+        model: Any = build("gpt")
+        model.embedding.requires_grad_(False)
+        return model
+
+    return set(build_model_shard(with_frozen_vocabulary, one_replica(rank, size)).frozen())
+
+
+def test_what_is_frozen_in_the_whole_model_is_frozen_in_its_parts() -> None:
+    names = {f"embedding.{name}_embeddings.weight" for name in ("word", "position")}
+    assert run_ranks(freeze, 2) == [names, names]
 
 
 def find(rank: int, size: int, num_parts: int) -> Any:
