@@ -15,6 +15,7 @@ from megatron01.cli import main
 from megatron01.convert.formats import load_model
 from megatron01.convert.huggingface import write_hf_folder
 from megatron01.convert.native import read_checkpoint
+from megatron01.evaluate import commands
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 from tests.unit.convert.trained import save_trained
 
@@ -58,6 +59,16 @@ def test_generate_equals_transformers(folder, capsys):
     for number, prompt in enumerate(("the fox", "seven"), start=1):
         ids = model.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=9, do_sample=False)
         assert f"--- {number} of 2\n{tokenizer.decode(ids[0])}\n" in output
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_whether_the_end_of_a_document_ends_a_text(folder, capsys, monkeypatch, stops):
+    given = []
+    monkeypatch.setattr(commands, "generate_tokens", lambda model, prompts, **settings: given.append(settings) or [[]])
+    arguments = ["generate", "--load", folder / "gpt", "--prompt", "a", *([] if stops else ["--no-stop-at-eod"])]
+    assert run(capsys, *arguments)[0] == 0
+    eod = load_model(str(folder / "gpt")).tokenizer.eod
+    assert given[0]["stop"] == (eod if stops else None) and eod is not None
 
 
 def test_prompts_from_a_file(folder, tmp_path, capsys):
@@ -148,6 +159,18 @@ def test_perplexity(folder, tmp_path, capsys):
     assert (found["words"], found["perplexity_per_word"]) == (0, None)
     arguments = ["perplexity", "--load", folder / "gpt", "--data", folder / "corpus" / "gpt", "--max-tokens", 90]
     assert "90 tokens" in run(capsys, *arguments)[1]
+    assert "(window 1, stride 1)" in run(capsys, *arguments, "--window", 1)[1]
+
+
+def test_perplexity_equals_transformers(folder, tmp_path, capsys):
+    (tmp_path / "held.txt").write_text("the quick brown fox")
+    arguments = ["perplexity", "--load", folder / "gpt", "--data", tmp_path / "held.txt", "--json"]
+    loss = json.loads(run(capsys, *arguments)[1])["loss"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "gpt_hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "gpt_hf")
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer("the quick brown fox").input_ids]])
+    with torch.no_grad():
+        assert loss == pytest.approx(model(ids, labels=ids).loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

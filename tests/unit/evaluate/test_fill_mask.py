@@ -11,6 +11,7 @@ from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.evaluate.generation import encode_with_masks, fill_masks
 from tests.integration.tiny import bert_config, gpt_config
+from tests.unit.data.test_tokenizer_types import train_sentencepiece
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ TEXTS = ["the [MASK] fox", "seven boats [MASK] home while a [MASK] dog jumps .",
 
 def test_a_batch_equals_each_text_alone(bert, tokenizer):
     encoded = [encode_with_masks(text, tokenizer, max_length=20) for text in TEXTS]
-    together = fill_masks(bert, tokenizer, encoded, top_k=21)
+    together = fill_masks(bert, tokenizer, encoded, top_k=99)  # more than there are ids
     assert [len(masks) for masks in together] == [1, 2, 1]
     for ids, masks in zip(encoded, together, strict=True):
         row = torch.tensor([ids])
@@ -38,7 +39,7 @@ def test_a_batch_equals_each_text_alone(bert, tokenizer):
                 assert proposal.token == tokenizer.token(proposal.token_id)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
             values = [proposal.probability for proposal in proposals]
-            assert values == sorted(values, reverse=True)
+            assert len(values) == 21 and values == sorted(values, reverse=True)
 
 
 def test_tokens_around_the_masks(tokenizer):
@@ -66,10 +67,20 @@ def test_a_mask_that_takes_the_space_before_it(tmp_path):
         assert ids == theirs(text).input_ids
 
 
+def test_masks_of_sentencepiece(tmp_path):
+    """Its encoder finds no control symbols in a text."""
+    names = ["[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = train_sentencepiece(tmp_path / "x.model", control_symbols=names, pad_id=3)
+    mask, encode = tokenizer.masking.mask, tokenizer.encode
+    _, *ids, _ = encode_with_masks("the [MASK] and[MASK] houses", tokenizer, max_length=99)
+    assert ids == [*encode("the"), mask, *encode("and"), mask, *encode("houses")]
+
+
 def test_texts_that_cannot_be_used(tokenizer, corpus):
     with pytest.raises(UserError, match=r"there is no \[MASK\] in 'the fox'"):
         encode_with_masks("the fox", tokenizer, max_length=20)
     with pytest.raises(UserError, match="has 12 tokens; the model takes 11"):
         encode_with_masks("[MASK] a a a a a a a a a", tokenizer, max_length=11)
+    assert len(encode_with_masks("[MASK] a a a a a a a a a", tokenizer, max_length=12)) == 12
     with pytest.raises(UserError, match="expected the vocabulary of a BERT"):
         encode_with_masks("[MASK]", build_tokenizer(gpt_config(corpus).data), max_length=11)

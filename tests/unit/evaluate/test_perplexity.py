@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import gzip
+import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -52,7 +54,8 @@ def test_units():
     for loss, num_tokens, size in [(2.0, 3, 0), (20.0, 3000, 1)]:
         text = HeldOutText(np.zeros(num_tokens + 1, np.int64), size, size)
         assert text.scores(loss)["perplexity_per_word"] == math.inf
-    assert HeldOutText(np.zeros(2, np.int64), 1, 1).scores(2000.0)["perplexity_per_token"] == math.inf
+    for loss in (710.0, 2000.0):  # e^710 is the first that fp64 does not hold
+        assert HeldOutText(np.zeros(2, np.int64), 1, 1).scores(loss)["perplexity_per_token"] == math.inf
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +67,8 @@ def test_a_file_of_text(tokenizer, tmp_path):
     text = "the quick fox\n\n = \u00c9tienne =\n"
     (tmp_path / "held.txt").write_text(text, encoding="utf-8")
     (tmp_path / "held.txt.gz").write_bytes(gzip.compress(text.encode()))
-    for name in ("held.txt", "held.txt.gz"):
+    (tmp_path / "marked.txt").write_text(text, encoding="utf-8-sig")
+    for name in ("held.txt", "held.txt.gz", "marked.txt"):
         held = read_held_out(str(tmp_path / name), tokenizer)
         assert held.tokens.tolist() == [tokenizer.eod, *tokenizer.encode(text)]
         assert (held.num_words, held.num_bytes) == (6, len(text.encode()))
@@ -77,12 +81,16 @@ def test_lines_of_json(tokenizer, tmp_path):
     held = read_held_out(str(tmp_path / "held.jsonl"), tokenizer)
     assert held.tokens.tolist() == [tokenizer.eod, *tokenizer.encode("a b"), tokenizer.eod, *tokenizer.encode("c")]
     assert (held.num_words, held.num_bytes) == (3, 4)
+    (tmp_path / "empty_first.jsonl").write_text('{"text": ""}\n{"text": "a b"}\n')
+    empty_first = read_held_out(str(tmp_path / "empty_first.jsonl"), tokenizer)
+    assert empty_first.tokens.tolist() == [tokenizer.eod, *tokenizer.encode("a b")]
 
 
 def test_documents_beyond_the_most_tokens_are_not_encoded(tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "held.jsonl"
     path.write_text('{"text": "a b"}\n' * 300)
     whole = read_held_out(str(path), tokenizer)
+    assert whole.tokens.tolist() == [tokenizer.eod, *tokenizer.encode("a b")] * 300
     encode, encoded = tokenizer.encode_batch, []
     monkeypatch.setattr(tokenizer, "encode_batch", lambda texts: encode(encoded.extend(texts) or texts))
     beginning = read_held_out(str(path), tokenizer, max_tokens=9)
@@ -116,6 +124,13 @@ def test_of_a_long_text_only_a_beginning_is_encoded(tokenizer, tmp_path, monkeyp
     assert max(lengths) < 2000
 
 
+def test_the_beginning_of_a_text_whose_tokens_are_long(corpus, tmp_path):
+    words = build_tokenizer(bert_config(corpus).data)
+    (tmp_path / "long.txt").write_text(("x" * 150 + " ") * 400)  # an unknown word each, of more than 8 characters
+    whole, beginning = (read_held_out(str(tmp_path / "long.txt"), words, most) for most in (None, 50))
+    assert beginning.tokens.tolist() == whole.tokens[:51].tolist() and whole.tokens.size >= 400
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -142,3 +157,9 @@ def test_what_is_not_there_or_of_another_tokenizer(tokenizer, corpus, tmp_path):
     words = build_tokenizer(bert_config(corpus).data)
     with pytest.raises(UserError, match=r"the token id 256, but .*vocab.txt has ids 0 to 20"):
         read_held_out(str(corpus / "gpt"), words)
+    for extension in ("bin", "idx"):
+        shutil.copy(corpus / f"gpt.{extension}", tmp_path)
+    origin = {"tokenizer": {"fingerprint": "f"}}
+    (tmp_path / "gpt.json").write_text(json.dumps(origin))  # ids that the tokenizer has, but for other words
+    with pytest.raises(UserError, match=r"gpt\.bin was made with another vocabulary or tokenizer_type"):
+        read_held_out(str(tmp_path / "gpt"), tokenizer)
