@@ -260,7 +260,9 @@ FIELDS = {
     f"{_P}.weight_decay": Field(NUMBER, _weight_decay, 0.0, remark="never on biases and norms here"),
     f"{_P}.bias_correction": Field(
         TRUTH, None, honoured=lambda v, file: v or file.optimizer in _ONE_BIT, remark="adam always corrects"),
-    f"{_P}.adam_w_mode": Field(TRUTH, None, only=_ADAM, honoured=_only(True), remark="weight decay is decoupled"),
+    f"{_P}.adam_w_mode": Field(
+        TRUTH, None, only=_ADAM, honoured=lambda v, file: v or file.optimizer == "AdamW",
+        remark="weight decay is decoupled"),
     f"{_P}.var_freeze_step": Field(
         WHOLE, lambda v, file: {"optimizer.variance_freeze_step": v + 1}, 100000, _ZERO_ONE),
     f"{_P}.var_update_scaler": Field(POSITIVE, "optimizer.variance_kappa", 16, _ZERO_ONE),

@@ -112,6 +112,10 @@ def test_replicas_are_those_that_run_and_one_of_them_prints(
     assert read(*files).training.global_batch_size == 2 * 3 * 4
     assert capsys.readouterr().err == ""
     assert read(*files, replicas=lambda flags: 16).training.global_batch_size == 2 * 3 * 16
+    with open(files[1], "a") as yaml:
+        yaml.write("distributed: {tensor_model_parallel_size: 4}\n")
+    assert read(*files).training.global_batch_size == 2 * 3
+    assert read(*files, "--tensor-model-parallel-size", "2").training.global_batch_size == 2 * 3 * 2
 
 
 def test_a_mistake_in_the_file_is_reported_once_per_machine(tmp_path: Path) -> None:

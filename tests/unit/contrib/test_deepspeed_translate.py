@@ -150,8 +150,15 @@ def test_deepspeeds_defaults_hold_for_the_optimizer_that_it_chooses() -> None:
     assert "freeze_step" not in values(optimizer("AdamW")) and "sync_policy" not in values(optimizer("AdamW"))
     assert values(optimizer("AdamW", torch_adam=True))["weight_decay"] == 0.01
     assert values(optimizer("Adam", torch_adam=True, adam_w_mode=False))["weight_decay"] == 0.0
+    assert values(optimizer("AdamW", torch_adam=True, adam_w_mode=False))["weight_decay"] == 0.01  # as its name says
+    assert values(optimizer("AdamW", torch_adam=True, weight_decay=0.2))["weight_decay"] == 0.2
     shown = row(translated(optimizer("ZeroOneAdam")), "optimizer.params.lr")
     assert (shown.value, shown.here) == ("0.001 (default)", "lr 0.001")
+
+
+def test_names_of_optimizers_are_compared_without_case() -> None:
+    for kind in ("ZeroOneAdam", "OneBitAdam", "AdamW"):
+        assert values(optimizer(kind.lower())) == values(optimizer(kind))
 
 
 @pytest.mark.parametrize("kind", ["ZeroOneAdam", "OneBitAdam"])
@@ -213,6 +220,7 @@ def test_schedulers(content: dict[str, Any], expected: dict[str, Any]) -> None:
 def test_a_ratio_is_of_the_rate_that_the_run_will_have() -> None:
     content = optimizer("Adam", lr=4e-4) | scheduler("WarmupCosineLR", total_num_steps=9, cos_min_ratio=0.5)
     assert values(content, from_flags={"optimizer.lr": 1e-2})["min_lr"] == 5e-3
+    assert values(content, from_files={"optimizer.lr": 1e-2})["min_lr"] == 2e-4  # the file's wins
     alone = scheduler("WarmupCosineLR", total_num_steps=9, cos_min_ratio=0.5)
     assert values(alone, from_files={"optimizer.lr": 1e-2})["min_lr"] == 5e-3
 
@@ -243,6 +251,7 @@ def test_the_logarithmic_warm_up_is_not_honoured_also_where_it_is_the_default() 
         ({"bf16": {"enabled": True}}, {"precision": "bf16"}),
         ({"bfloat16": {"enabled": True}, "fp16": {"enabled": False}}, {"precision": "bf16"}),
         ({"fp16": {"enabled": False}}, {"precision": "fp32"}),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, {"precision": "fp32"}),  # the new name's wins
         ({"data_types": {"grad_accum_dtype": "fp32"}}, {"accumulate_grads_in_fp32": True}),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, {"accumulate_grads_in_fp32": False}),
         ({"communication_data_type": "bfp16"}, {"gradient_wire_dtype": "bf16"}),
@@ -275,6 +284,7 @@ def test_full_steps_send_gradients_in_the_type_of_the_run(
         {"fp16": {"enabled": True, "consecutive_hysteresis": True}},
         {"bf16": {"enabled": True, "bf16_optimizer_states": True}},
         {"gradient_allreduce_op": "sum"},
+        scheduler("WarmupLR", warmup_type="linear", last_batch_iteration=5),
         {"sparse_gradients": True},
         optimizer("AdamW", amsgrad=True),
         optimizer("AdamW", max_grad_norm=1.0),
@@ -296,6 +306,10 @@ def test_what_cannot_be_honoured_is_named(content: dict[str, Any]) -> None:
     [
         optimizer("ZeroOneAdam", bias_correction=True, eps_inside_sqrt=True, exp_avg_mask=None, amsgrad=False),
         optimizer("AdamW", adam_w_mode=True, torch_adam=True, bias_correction=True),
+        optimizer("AdamW", adam_w_mode=False),  # DeepSpeed follows the name
+        optimizer("OneBitAdam") | {"communication_data_type": "fp32"},
+        {"communication_data_type": "fp32"},
+        scheduler("WarmupLR", warmup_type="linear", last_batch_iteration=-1),
         {"zero_optimization": {"stage": 0, "reduce_bucket_size": 5e8}, "zero_allow_untested_optimizer": True},
         {"prescale_gradients": True, "gradient_predivide_factor": 2.0, "gradient_allreduce_op": "mean"},
         {"flops_profiler": {"enabled": False}, "compression_training": {}, "wall_clock_breakdown": False},
