@@ -105,8 +105,9 @@ class BERT(Pretraining):
     def build_model(config: BertPretrainConfig, tokenizer: Tokenizer) -> nn.Module:
         from megatron01.models import Bert
 
-        binary_head = config.data.objective != "none"
-        return Bert(config.model, tokenizer.vocab_size, binary_head=binary_head, seed=config.training.seed)
+        binary_head, share = config.data.objective != "none", config.data.masked_share
+        seed = config.training.seed
+        return Bert(config.model, tokenizer.vocab_size, binary_head=binary_head, masked_share=share, seed=seed)
 
     @staticmethod
     def forward_step(loss_module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

@@ -153,3 +153,9 @@ class BertDataConfig(DataConfig):
     """Share of the samples that aim at a shorter sequence."""
     max_predictions_per_seq: Positive[int] | None = None
     """Upper bound of masked tokens in a sequence (20 at length 128 and 80 at 512 in the original recipe)."""
+
+    @property
+    def masked_share(self) -> float:
+        """Share of the tokens of a whole sequence that is masked, ``max_predictions_per_seq`` included."""
+        most = self.max_predictions_per_seq
+        return self.mask_prob if most is None else min(self.mask_prob, most / self.seq_length)

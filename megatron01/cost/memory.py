@@ -421,6 +421,7 @@ def model_without_memory(config: PretrainConfig) -> tuple[GPT2 | Bert, str | Non
         note = f"{reason}; taking the usual vocabulary of {vocab_size:,} entries"
     with torch.device("meta"):
         if isinstance(config, BertPretrainConfig):
-            return Bert(config.model, vocab_size, binary_head=config.data.objective != "none"), note
+            has_pairs, share = config.data.objective != "none", config.data.masked_share
+            return Bert(config.model, vocab_size, binary_head=has_pairs, masked_share=share), note
         assert isinstance(config, GPTPretrainConfig)
         return GPT2(config.model, vocab_size), note

@@ -73,6 +73,7 @@ class Bert(InitializedModel):
     Args:
         vocab_size: ids of the tokenizer; the embedding is padded as ``config.make_vocab_size_divisible_by`` says.
         binary_head: add the pooler and the sentence-pair head (ordered, or swapped or random).
+        masked_share: share of the tokens that are predicted, for ``flops_per_token``.
         seed: of the initial weights, which depend on nothing else. The global random state is not used.
     """
 
@@ -80,8 +81,17 @@ class Bert(InitializedModel):
     leaves_out_padding = True
     """True if ``token_positions``, where given, are used to leave out padding."""
 
-    def __init__(self, config: BertModelConfig, vocab_size: int, *, binary_head: bool, seed: int = 1234) -> None:
+    def __init__(
+        self,
+        config: BertModelConfig,
+        vocab_size: int,
+        *,
+        binary_head: bool,
+        masked_share: float = 0.15,
+        seed: int = 1234,
+    ) -> None:
         super().__init__(config, vocab_size)
+        self.masked_share = masked_share
         num_rows = padded_vocab_size(vocab_size, config.make_vocab_size_divisible_by)
         placement = config.norm_placement
         with torch.device("meta"):  # no memory and no random numbers before the real initialization
@@ -163,7 +173,7 @@ class Bert(InitializedModel):
             result["sentence_loss"] = F.cross_entropy(sentence_logits.float(), batch["is_random"].long())
         return result
 
-    def flops_per_token(self, seq_length: int, masked_share: float = 0.15) -> int:
+    def flops_per_token(self, seq_length: int) -> int:
         """Forward and backward operations for one token.
 
         3 x (layers x (8 h^2 + 4 h f + 4 s h) + masked_share x (2 h^2 + 2 h V)), the last term being the masked-token
@@ -171,5 +181,5 @@ class Bert(InitializedModel):
         out.
         """
         hidden = self.config.hidden_size
-        head = masked_share * (2 * hidden**2 + 2 * hidden * self.embedding.word_embeddings.num_embeddings)
+        head = self.masked_share * (2 * hidden**2 + 2 * hidden * self.embedding.word_embeddings.num_embeddings)
         return 3 * (transformer_flops_per_token(self.config, seq_length) + round(head))

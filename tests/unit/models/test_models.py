@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from contextlib import nullcontext
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +19,8 @@ from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron01.config import BertDataConfig, BertPretrainConfig
+from megatron01.cost.memory import model_without_memory
 from megatron01.data.bert import model_batch
 from megatron01.errors import UserError
 from megatron01.models import GPT2, Bert, layers, padded_vocab_size
@@ -30,6 +33,7 @@ from megatron01.models.layers import (
     fusible_gelu,
     hashed_dropout,
 )
+from megatron01.pretraining import BERT
 from megatron01.training.pretrain import _deterministic
 from tests.tiers import slow_after
 from tests.triton_setup import DEVICE
@@ -91,6 +95,12 @@ def test_recomputed_activations_give_the_same_gradients(model_and_batch, kind, d
         assert all(torch.equal(result[name], expected) for result in results[1:]), name
 
 
+@pytest.mark.parametrize("which", ["hidden_dropout", "attention_dropout"])
+def test_embeddings_have_the_dropout_of_hidden_states(gpt_config, gpt_batch, which):
+    model = GPT2(gpt_config(**{which: 0.5}), 53)
+    assert bool(model.embedding(gpt_batch()["tokens"]).eq(0).any()) == (which == "hidden_dropout")
+
+
 def test_dropout_is_active_in_training_only(gpt_config, gpt_batch):
     model = GPT2(gpt_config(hidden_dropout=0.5, attention_dropout=0.5), 53)
     tokens = gpt_batch()["tokens"]
@@ -135,6 +145,7 @@ def test_hashed_dropout_scales_and_has_the_gradient_of_its_mask(dtype):
     (gradient,) = torch.autograd.grad(output.sum(), values)
     torch.testing.assert_close(gradient, torch.where(output == 0, 0.0, torch.full_like(values, 1 / 0.75)))
     assert torch.equal(output, hashed_dropout(values, 0.25, key))
+    assert not torch.equal(output, hashed_dropout(values, 0.25, key.flip(0)))  # both words count
 
 
 def test_keys_of_dropout_are_new_in_each_pass_and_layer(gpt_config, gpt_batch):
@@ -155,6 +166,16 @@ def test_keys_of_dropout_are_new_in_each_pass_and_layer(gpt_config, gpt_batch):
     before = torch.get_rng_state()
     assert torch.equal(model.loss(**gpt_batch()), model.loss(**gpt_batch()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@KINDS
+def test_both_dropouts_of_a_layer_have_keys_of_their_own(model_and_batch, kind):
+    model, batch = model_and_batch(kind, hidden_dropout=0.3)
+    model.transformer.hashes_dropout = True
+    with patch.object(layers, "hashed_dropout", side_effect=hashed_dropout) as hashed:
+        total_loss(model, batch)
+    keys = torch.stack([call.kwargs["key"] for call in hashed.call_args_list])
+    assert len(keys.unique(dim=0)) == len(keys) == 2 * len(model.transformer.layers)
 
 
 def test_hashed_dropout_follows_each_layers_own(gpt_config, gpt_batch):
@@ -281,6 +302,18 @@ def test_a_second_derivative_with_selective_recomputation_is_refused(model_and_b
             torch.autograd.grad(loss, list(model.parameters()), create_graph=True, allow_unused=True)
 
 
+def test_parts_of_a_value_and_other_layouts_of_it_are_not_computed_again():
+    """What the function returns would be taken for a part of it, or for its transpose."""
+    values = torch.randn(4, 4, requires_grad=True)
+    found = []
+    for enabled in (False, True):
+        value = torch.sin(values)
+        with layers.computed_again(value, torch.sin, values, enabled=enabled):
+            outputs = (value.square(), value[1:].square(), value.t() ** 3)
+        found.append([torch.autograd.grad(output.sum(), values, retain_graph=True)[0] for output in outputs])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 class Synchronizations(TorchDispatchMode):
     """Counts operations that make the host wait for a GPU (host syncs)."""
 
@@ -393,19 +426,28 @@ def test_published_parameter_counts(gpt_config, num_layers, hidden_size, heads, 
 def test_flops_are_those_of_the_matrix_products(gpt_config, bert_config, gpt_batch, bert_batch, kind):
     if kind == "gpt2":
         model, batch = GPT2(gpt_config(), 53), gpt_batch()
-        num_tokens, expected_share = 33, None
+        num_tokens, length = 33, 11
     else:
-        model, batch = Bert(bert_config(), 53, binary_head=False), bert_batch()
+        batch, length = bert_batch(), 13
         num_tokens = batch["text"].numel()
-        expected_share = (batch["labels"] >= 0).sum().item() / num_tokens
+        share = (batch["labels"] >= 0).sum().item() / num_tokens
+        model = Bert(bert_config(), 53, binary_head=False, masked_share=share)
     # FLOPs of the CPU's fused attention are not counted, those of the plain one are
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         total_loss(model, batch).backward()
-    if expected_share is None:
-        expected = num_tokens * model.flops_per_token(11)
-    else:
-        expected = num_tokens * model.flops_per_token(13, expected_share)
+    expected = num_tokens * model.flops_per_token(length)
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("most", "share"), [(None, 0.4), (2, 0.2), (20, 0.4)])
+def test_flops_follow_the_share_that_is_masked(bert_config, most, share):
+    """In training and in plans."""
+    data = BertDataConfig(seq_length=10, mask_prob=0.4, max_predictions_per_seq=most)
+    config = BertPretrainConfig(model=bert_config(), data=data)
+    trained, planned = BERT.build_model(config, SimpleNamespace(vocab_size=53)), model_without_memory(config)[0]
+    assert trained.masked_share == planned.masked_share == share
+    usual = Bert(bert_config(), 53, binary_head=True).flops_per_token(10)
+    assert trained.flops_per_token(10) > usual
 
 
 @pytest.mark.parametrize("kind", ["gpt2", *slow_after(0, ["post", "pre"])])
@@ -481,8 +523,10 @@ def test_linear_that_sums_the_bias_gradient_by_sequence(part_size):
 
 def test_linear_that_sums_the_bias_gradient_in_other_precisions():
     linear = fusible_linear(4, 8, 8, torch.bfloat16)
-    linear(torch.ones(4, 4096, 4, dtype=torch.bfloat16)).sum().backward()
-    assert linear.bias.grad.eq(4 * 4096).all()  # a sum in bf16 would end at 256
+    for shape, total in (((4, 4096, 4), 4 * 4096), ((3, 259, 4), 776)):  # of 3 * 259, rounded once
+        linear.zero_grad()
+        linear(torch.ones(shape, dtype=torch.bfloat16)).sum().backward()
+        assert linear.bias.grad.eq(total).all()  # a sum in bf16 would end at 256
     linear.float().zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         output = linear(torch.ones(2, 3, 4))
@@ -492,7 +536,7 @@ def test_linear_that_sums_the_bias_gradient_in_other_precisions():
 
 def test_a_compiled_model_can_be_pickled(gpt_config):
     model = GPT2(gpt_config(), 53)
-    assert compile_layers(model)
+    assert compile_layers(model) and model.transformer.hashes_dropout
     assert isinstance(model.transformer.layers[1].mlp.dense_4h_to_h, layers.FusibleLinear)
     copied = pickle.loads(pickle.dumps(model))
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in copied.state_dict().items())
@@ -500,6 +544,13 @@ def test_a_compiled_model_can_be_pickled(gpt_config):
 
 def test_a_model_without_such_layers_is_left_alone():
     assert not compile_layers(torch.nn.Linear(2, 2))
+
+
+def test_dropout_is_not_hashed_where_it_is_not_wanted(gpt_config):
+    """Keys are the same on all tensor-parallel ranks, whose masks must differ."""
+    model = GPT2(gpt_config(), 53)
+    compile_layers(model, hashes_dropout=False)
+    assert not model.transformer.hashes_dropout
 
 
 def test_attention_copies_nothing_to_change_a_layout(gpt_config):
@@ -529,16 +580,17 @@ def test_the_kernel_of_attention_has_a_name(gpt_config, masked):
 
 
 @pytest.mark.parametrize(
-    ("shape", "deterministic", "is_left_out"),
+    ("shape", "num_cached", "deterministic", "is_left_out"),
     [
-        ((2, 1, 1, 64), False, True),
-        ((2, 1, 1, 128), False, False),
-        ((2, 1, 128, 128), False, True),
-        (None, False, False),
-        (None, True, True),
+        ((2, 1, 1, 64), 0, False, True),
+        ((2, 1, 1, 128), 0, False, False),
+        ((2, 1, 1, 128), 127, False, True),
+        ((2, 1, 128, 128), 0, False, True),
+        (None, 0, False, False),
+        (None, 0, True, True),
     ],
 )
-def test_cudnns_attention_is_left_out_where_it_was_not_tried(gpt_config, shape, deterministic, is_left_out):
+def test_cudnns_attention_is_left_out_where_it_was_not_tried(gpt_config, shape, num_cached, deterministic, is_left_out):
     GPT2(gpt_config(), 53)
     enabled, during = torch.backends.cuda.cudnn_sdp_enabled, []
     before = enabled()
@@ -549,9 +601,11 @@ def test_cudnns_attention_is_left_out_where_it_was_not_tried(gpt_config, shape, 
             return function(*args, **(kwargs or {}))
 
     mask = None if shape is None else torch.zeros(shape)
-    hidden = torch.randn(2, 128 if shape is None else shape[-1], 24)
+    hidden, cache = torch.randn(2, (128 if shape is None else shape[-1]) - num_cached, 24), layers.LayerCache(128)
+    if num_cached:
+        cache.append(*torch.randn(2, 2, 3, num_cached, 8))
     with _deterministic(deterministic), Looks():
-        SelfAttention(gpt_config(), causal=False)(hidden, mask)
+        SelfAttention(gpt_config(), causal=False)(hidden, mask, cache if num_cached else None)
     if TorchVersion(torch.__version__) < _CUDNN_SINCE:
         assert not before and set(during) == {False} and not enabled()
     else:
