@@ -116,6 +116,17 @@ def test_a_foreign_file_is_named(tmp_path: Path, content: bytes) -> None:
     assert "replica_0_of_1.pt is damaged, or save_state did not write it" in error_of(fingerprint_alone, tmp_path)
 
 
+def means(optimizer: ZeroOneAdam, size: int) -> dict[str, torch.Tensor]:
+    """Means over all replicas: of their own buffers, and of the residuals, at the places of the weights."""
+    own, residuals = optimizer.replica_state(), torch.zeros_like(optimizer.replicated_state()["x"])
+    for name, place in optimizer.error_places().items():
+        place.add(own[name].float(), residuals, OPTIONS["block_size"], factor=1.0)
+    found = {"residuals": residuals} | {name: buffer.clone() for name, buffer in optimizer.averaged_state().items()}
+    for values in found.values():
+        torch.distributed.all_reduce(values)
+    return {name: values / size for name, values in found.items()}
+
+
 def with_other_buckets(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found: dict[Any, Any] = {}
     for elements in (256, 64):
@@ -129,6 +140,7 @@ def with_other_buckets(rank: int, size: int, folder: Path) -> dict[str, Any]:
             optimizer.error_places()["server_error"].ranges,
             digest({"errors": optimizer.replica_state()["worker_error"]}),
         )
+        found[f"{elements}, means"] = means(optimizer, size)
         train(model, optimizer, rank, 4, 6)
         found[f"{elements}, trained"] = optimizer.fingerprint()
     return found
@@ -140,6 +152,30 @@ def test_other_buckets_go_on_from_the_mean_of_all_replicas(tmp_path: Path) -> No
     assert one[256][1] != other[256][1] and one[64][1] == other[64][1]
     for elements in (256, 64):
         assert one[f"{elements}, trained"] == other[f"{elements}, trained"]
+    assert one["256, means"]["residuals"].any() and one["256, means"]["m"].any()
+    torch.testing.assert_close(one["64, means"], one["256, means"])
+
+
+def test_a_save_removes_the_states_of_another_number_of_replicas(tmp_path: Path) -> None:
+    """The next run would load those."""
+    _, optimizer = new_optimizer()
+    save_state(optimizer, tmp_path)
+    for rank in range(2):
+        shutil.copy(tmp_path / "replica_0_of_1.pt", tmp_path / f"replica_{rank}_of_2.pt")
+    save_state(optimizer, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["replica_0_of_1.pt"]
+
+
+def test_another_number_of_replicas_has_the_lowest_loss_scale(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    save_state(new_optimizer()[1], tmp_path, scaler)
+    state = torch.load(tmp_path / "replica_0_of_1.pt", weights_only=True)
+    (tmp_path / "replica_0_of_1.pt").unlink()
+    for rank, scale in enumerate((1024.0, 64.0, 256.0)):
+        of_one = {**state, "grad_scaler": {**state["grad_scaler"], "scale": scale}}
+        torch.save(of_one, tmp_path / f"replica_{rank}_of_3.pt")
+    load_state(new_optimizer()[1], tmp_path, scaler)
+    assert scaler.get_scale() == 64.0
 
 
 def of_subgroups(rank: int, size: int, folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from megatron01 import Adam, LRSchedule, ZeroOneAdam
@@ -66,6 +67,9 @@ def test_a_version_that_is_not_supported_says_which_are() -> None:
         require_version("transformers", "99", "100")
     with pytest.raises(UserError, match="nowhere is not installed; expected nowhere>=1,<2"):
         require_version("nowhere", "1", "2")
+    require_version("transformers", transformers.__version__, "99")
+    with pytest.raises(UserError, match=f"supported are transformers>=1,<{transformers.__version__}"):
+        require_version("transformers", "1", transformers.__version__)
 
 
 def test_an_optimizer_of_another_package_is_found_and_its_scheduler_is_none() -> None:
@@ -110,17 +114,64 @@ def test_arguments_of_a_trainer_that_would_change_nothing_are_refused(given: Any
         CompressedTrainer(torch.nn.Linear(1, 1), arguments, **given)
 
 
+def test_the_optimizer_of_a_trainer_follows_its_arguments(tmp_path: Path) -> None:
+    """As AdamW would in a Trainer; ``compressed_arguments`` win, and 0 is no clipping."""
+    from megatron01.integrations.transformers import CompressedTrainer
+
+    class Recorded(ZeroOneAdam):
+        def __init__(self, params: Any, schedule: Any, *, betas: Any, **given: Any) -> None:
+            self.given = {"betas": betas, **given}
+            super().__init__(params, schedule, betas=betas, **given)
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 1))
+    model[2].weight.requires_grad_(False)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to=[], learning_rate=0.02, warmup_steps=0.3, weight_decay=0.3,
+        lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr": 0.01}, max_grad_norm=0.0,
+        adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-5,
+    )  # fmt: skip
+    own: dict[str, Any] = {"betas": (0.7, 0.9)}
+    trainer = CompressedTrainer(model=model, args=arguments, compressed_optimizer=Recorded, compressed_arguments=own)
+    trainer._num_training_steps = 10
+    ours: Any = trainer.create_optimizer()
+    usual = transformers.Trainer(model=model, args=arguments)
+    usual.create_optimizer_and_scheduler(10)
+    theirs: Any = usual.optimizer
+
+    def decays(optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, float]:
+        return {weights: group["weight_decay"] for group in optimizer.param_groups for weights in group["params"]}
+
+    assert decays(ours) == decays(theirs) and set(decays(ours).values()) == {0.0, 0.3}
+    assert ours.given == {"betas": (0.7, 0.9), "eps": 1e-5, "max_grad_norm": None}
+    for step in range(10):
+        assert ours.schedule.lr(step) == pytest.approx(theirs.param_groups[0]["lr"])
+        theirs.step()
+        usual.lr_scheduler.step()
+
+
 def test_fabric_loads_a_model_as_strictly_as_it_is_told(tmp_path: Path) -> None:
     from megatron01.integrations.lightning import CompressedFabricDDP
 
     model = torch.nn.Linear(2, 2)
     optimizer = ZeroOneAdam(model.named_parameters(), LRSchedule(style="constant", peak_lr=0.1, total_steps=1))
-    torch.save({"model": {"weight": model.weight.detach()}}, tmp_path / "state.ckpt")
+    torch.save({"model": {"weight": model.weight.detach()}, "epoch": 3}, tmp_path / "state.ckpt")
     save_state(optimizer, tmp_path / "state.ckpt.replicas")
-    state = {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "epoch": 0}
     with pytest.raises(RuntimeError, match="bias"):
         CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state)
     assert CompressedFabricDDP().load_checkpoint(tmp_path / "state.ckpt", state, strict=False) == {}
+    assert state["epoch"] == 3
+
+
+def test_lightning_removes_the_state_of_replicas_with_its_checkpoint(tmp_path: Path) -> None:
+    """Else all states of a run would fill the disk."""
+    from megatron01.integrations.lightning import CompressedDDP
+
+    (tmp_path / "old.ckpt").touch()
+    (tmp_path / "old.ckpt.replicas").mkdir()
+    (tmp_path / "old.ckpt.replicas" / "replica_0_of_1.pt").touch()
+    CompressedDDP().remove_checkpoint(tmp_path / "old.ckpt")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_of_another_step_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
