@@ -219,6 +219,28 @@ def test_each_training_of_a_trainer_has_a_schedule_of_its_own(tmp_path: Path) ->
     assert trainer.create_optimizer() is kept
 
 
+def test_a_trainer_keeps_the_best_weights_that_it_has_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later evaluations do not put the last ones in their place."""
+    from transformers import TrainingArguments
+
+    from megatron01.integrations.transformers import CompressedTrainer
+    from tests.integration.framework_runs import Data, Model
+
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, learning_rate=0.02, use_cpu=True, report_to=[], label_names=["y"]
+    )
+    trainer = CompressedTrainer(model=Model(), args=arguments, train_dataset=Data(), eval_dataset=Data())
+    trainer.train()
+    best = Model()
+    monkeypatch.setattr(
+        transformers.Trainer, "_load_best_model", lambda self: self.model.load_state_dict(best.state_dict())
+    )
+    trainer._load_best_model()
+    trainer.evaluate()
+    for name, weights in trainer.model.state_dict().items():
+        assert torch.equal(weights, best.state_dict()[name]), name
+
+
 def test_a_trained_model_is_evaluated_and_saved_in_sixteen_bit(tmp_path: Path) -> None:
     """transformers casts the model for such an evaluation and leaves it so; its weights are then no more the
     optimizer's."""
