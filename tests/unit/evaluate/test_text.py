@@ -22,3 +22,5 @@ def test_a_character_of_several_tokens_comes_whole(corpus):
     incomplete = list(pieces(letters.encode("x"), new[:-1], letters))
     assert incomplete[:2] == ["a", "\u00e9"] and incomplete[-1].startswith("\ufffd")
     assert continuation([letters.eod], new, letters) == "a\u00e9\u4e1c"
+    replaced = letters.encode("\ufffd")  # in the text itself, which nothing completes
+    assert list(pieces(replaced, letters.encode("ab"), letters)) == ["a", "b", ""]
