@@ -112,6 +112,8 @@ def test_a_heartbeat_tells_whether_an_attempt_has_ended(tmp_path: Path) -> None:
     assert last is not None and (last.iteration, last.has_ended) == (3, True)
     restart = Heartbeat(path, resumed_iteration=2).step_done(3)
     assert restart is not None and restart.lost_steps == 1  # the next attempt reads it nevertheless
+    last = read_heartbeat(path)  # shorter than what it replaces
+    assert last is not None and (last.iteration, last.has_ended) == (3, False)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"iteration": 1}', '{"iteration": "x", "time": 1}', "{}"])

@@ -33,6 +33,7 @@ def live(path, resumed, *steps):
 def test_the_first_step_after_a_resume_says_what_was_lost(tmp_path, clock):
     assert live(tmp_path / "heartbeat", 0, *range(1, 21)) == [None] * 20
     clock.now += 9.25
+    assert live(tmp_path / "heartbeat", 8) == []  # one that ended before its first step leaves it as it is
     assert live(tmp_path / "heartbeat", 8, 9, 10) == [Restart(8, 12, 9.25), None]
     assert live(tmp_path / "heartbeat", 10, 11) == [Restart(10, 0, 0.0)]
 

@@ -107,6 +107,7 @@ def test_a_resumed_meter_makes_the_same_lines() -> None:
     clock = Clock()
     whole, before = (Meter(parameters=7, tokens_per_step=1, clock=clock) for _ in range(2))
     reports = [Report(kind=kind, bytes_sent=size) for kind, size in [("full", 900), ("one_bit", 33), ("local", 0)]]
+    reports[1] = dataclasses.replace(reports[1], compression=CompressionReport((0.25, 0.5), 2.0))
     for step, report in enumerate(reports):
         whole.add(report, float(step), {"part": 1.0})
         before.add(report, torch.tensor(float(step)), {"part": 1.0})
@@ -156,8 +157,10 @@ def test_the_closing_account() -> None:
     totals = counted(10, replicas=4, comm_bytes=12_000, comm_rounds=4, steps_by_kind=kinds)
     table = describe_traffic(totals, replicas=4, parameters=1000, gradient_bytes=4)
     assert "10 (full 2, 1-bit 2, local 6)" in table
-    assert "12.0 kB" in table and "60.0 kB" in table  # 2 x 3/4 x 1000 x 4 bytes x 10 steps
+    assert "12.0 kB" in table and "60.0 kB (32 bit gradients" in table  # 2 x 3/4 x 1000 x 4 bytes x 10 steps
     assert "5.0 times less than Adam" in table and "9.6 per parameter and step" in table
+    totals = dataclasses.replace(totals, comm_bytes=90_000)
+    assert "1.50 times Adam's" in describe_traffic(totals, replicas=4, parameters=1000, gradient_bytes=4)
 
 
 def test_the_closing_account_of_several_nodes() -> None:
@@ -198,7 +201,8 @@ def test_what_several_replicas_sent_before_one_went_on_alone() -> None:
 
 def test_operations_and_what_share_of_the_most_they_are() -> None:
     clock = Clock()
-    meter = Meter(parameters=1, tokens_per_step=10, flops_per_token=6, peak_flops=120.0, clock=clock)
+    # the tokens and the peak are of all replicas
+    meter = Meter(parameters=1, tokens_per_step=10, flops_per_token=6, peak_flops=120.0, replicas=4, clock=clock)
     meter.add(Report(), 1.0)
     clock.now += 2
     line = meter.line(iteration=1, consumed_samples=1)

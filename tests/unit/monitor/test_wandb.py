@@ -55,10 +55,12 @@ def test_every_number_has_a_name_in_a_section() -> None:
 
 
 def test_what_was_not_measured_is_not_logged() -> None:
-    assert to_wandb({"iteration": 1, "consumed_samples": 2}, seq_length=3) == {
+    assert to_wandb({"iteration": 1, "consumed_samples": 2, "loss": 0.5}, seq_length=3) == {
         "progress/iteration": 1,
         "progress/consumed_samples": 2,
         "progress/tokens": 6,
+        "loss/train": 0.5,  # and no losses by hours or bytes, which are not known
+        "loss_by_tokens/train": 0.5,
     }
 
 
@@ -106,6 +108,63 @@ def test_all_attempts_of_a_run_are_one_run(tmp_path: Path, monkeypatch: pytest.M
     assert nothing_new == []
     settings = {entry.key: json.loads(entry.value_json) for record in first for entry in record.run.config.update}
     assert settings["optimizer"]["optimizer"] == "zero_one_adam" and "git" in settings and "packages" in settings
+
+
+class Kept:
+    """A wandb run that takes metrics, but no artifacts."""
+
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, float, float]] = []  # wandb's step, iteration and attempt
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.logged.append((step, values["progress/iteration"], values["progress/attempt"]))
+
+    def log_artifact(self, artifact: object, aliases: list[str]) -> None:
+        raise RuntimeError("out of storage")
+
+    def finish(self, exit_code: int) -> None:
+        pass
+
+
+def test_roll_backs_before_the_first_line_of_an_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps that wandb sees always rise: it drops what is logged at an earlier one."""
+    kept = Kept()
+    monkeypatch.setattr(wandb_writer, "open_run", lambda *arguments, **options: kept)
+    with open_recorder(config(tmp_path), SINGLE) as recorder:
+        recorder.step_done(10)
+        recorder.write(metrics(10, loss=1.0))
+    with open_recorder(config(tmp_path), SINGLE, resumed_iteration=10) as recorder:
+        recorder.restart_after(5)
+        recorder.restart_after(2)
+        recorder.write(metrics(4, loss=1.0))
+    assert kept.logged == [(10, 10, 1), (4 + 5 + 3, 4, 4)]
+
+
+def test_a_checkpoint_that_is_not_taken_does_not_end_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = Kept()
+    monkeypatch.setattr(wandb_writer, "open_run", lambda *arguments, **options: kept)
+    followed = writer(tmp_path, checkpoints=tmp_path / "saved")
+    save(tmp_path / "saved", 5)
+    for iteration in (5, 10):
+        followed.write(metrics(iteration))
+    followed.close()
+    assert kept.logged == [(5, 5, 1), (10, 10, 1)]
+    assert capsys.readouterr().err.count("WARNING: wandb does not take the checkpoint (out of storage)") == 1
+
+
+def test_a_run_has_the_name_that_was_given_or_that_of_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    monkeypatch.setattr(wandb_writer, "open_run", lambda *arguments, **options: names.append(options["name"]))
+    for given in (None, "mine"):
+        settings = config(tmp_path / "run")
+        open_recorder(
+            dataclasses.replace(settings, logging=dataclasses.replace(settings.logging, wandb_name=given)), SINGLE
+        ).close()
+    assert names == ["run", "mine"]
 
 
 @pytest.mark.parametrize(("count", "is_same"), [(None, False), ("0", False), ("2", True)])

@@ -139,9 +139,10 @@ def test_a_resume_puts_the_lines_of_the_lost_steps_aside(tmp_path: Path, capsys:
     )
     writer.write(metrics(4))
     writer.restart_after(2)
+    writer.write(metrics(3))
     writer.close()
-    JsonLinesWriter(path, resumed_iteration=2).close()  # nothing to put aside
-    assert (iterations(path), iterations(tmp_path / "metrics-undone.jsonl")) == ([1, 2], [4, 5, 3, 4])
+    JsonLinesWriter(path, resumed_iteration=3).close()  # nothing to put aside
+    assert (iterations(path), iterations(tmp_path / "metrics-undone.jsonl")) == ([1, 2, 3], [4, 5, 3, 4])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics-undone.jsonl", "metrics.jsonl"]
 
 
@@ -154,7 +155,7 @@ def test_a_resume_does_not_guess_about_a_damaged_file(tmp_path: Path) -> None:
 
 def test_a_new_run_puts_an_earlier_runs_metrics_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    for upto in (1, 2, 3):
+    for upto in (0, 1, 2, 3):  # an empty file is not kept
         written(path, upto)
     first, second = capsys.readouterr().err.splitlines()
     assert first == f"WARNING: {path} is an earlier run's; it is called metrics-1.jsonl now" and "metrics-2" in second
@@ -175,6 +176,18 @@ def test_the_run_folder_describes_the_run(tmp_path: Path) -> None:
     assert record["packages"]["torch"] and record["hardware"]["cores"] >= 1 and record["command_line"] == sys.argv
     assert (record["world_size"], record["launcher"], record["resumed_iteration"]) == (1, "single process", 7)
     assert iterations(folder / "metrics.jsonl") == [8]
+
+
+def test_the_first_line_after_a_resume_alone_says_what_was_lost(tmp_path: Path) -> None:
+    config = GPTPretrainConfig(logging=LoggingConfig(run_dir=str(tmp_path)))
+    for resumed, steps in ((0, (1, 2, 3, 4, 5)), (3, (4, 5))):
+        with open_recorder(config, SINGLE, resumed_iteration=resumed) as recorder:
+            for iteration in steps:
+                recorder.step_done(iteration)
+                recorder.write(metrics(iteration))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    lost = [(line["iteration"], line.get("lost_steps"), "restart_seconds" in line) for line in lines]
+    assert lost == [(1, None, False), (2, None, False), (3, None, False), (4, 2, True), (5, None, False)]
 
 
 def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
