@@ -109,6 +109,21 @@ def test_token_files(tokenizer, corpus):
     assert beginning.tokens.tolist() == held.tokens[:101].tolist()
 
 
+def test_without_an_end_of_document_token_documents_follow_each_other(corpus, tmp_path):
+    tokenizer = build_tokenizer(bert_config(corpus).data)
+    assert tokenizer.eod is None
+    (tmp_path / "held.jsonl").write_text('{"text": "the quick fox"}\n{"text": "a dog"}\n')
+    held = read_held_out(str(tmp_path / "held.jsonl"), tokenizer)
+    assert held.tokens.tolist() == tokenizer.encode("the quick fox a dog")
+    assert (held.num_words, held.num_bytes) == (5, 13 + 5)
+    beginning = read_held_out(str(tmp_path / "held.jsonl"), tokenizer, max_tokens=3)
+    assert beginning.tokens.tolist() == tokenizer.encode("the quick fox a")
+    assert (beginning.num_words, beginning.num_bytes) == (3, len("quick fox a"))  # the first token is context only
+    pair = read_held_out(str(corpus / "bert"), tokenizer)
+    text = tokenizer.decode(pair.tokens[1:].tolist())
+    assert (pair.num_words, pair.num_bytes) == (len(text.split()), len(text))
+
+
 def test_of_a_long_text_only_a_beginning_is_encoded(tokenizer, tmp_path, monkeypatch):
     (tmp_path / "long.txt").write_text("the fox " * 5000 + " " * 5000)
     whole = read_held_out(str(tmp_path / "long.txt"), tokenizer)
