@@ -124,6 +124,14 @@ def test_bad_lines_are_counted_and_located(tmp_path: Path) -> None:
         expected.setdefault(reason, []).append(f"{path}:{number}")
     assert summary.places == expected
     assert f"left out 2 (invalid JSON): {path}:2, {path}:9" in summary.report()
+    assert json.loads((tmp_path / "out" / "gpt_text_document.json").read_bytes())["left_out"] == summary.rejected
+
+
+@pytest.mark.parametrize(("number", "more"), [(3, ""), (4, " ...")])
+def test_of_many_bad_lines_the_first_are_named(tmp_path: Path, number: int, more: str) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [*as_json(["good"]), *[b"{"] * number])
+    report = preprocess(gpt_config(tmp_path, path)).report()
+    assert report.endswith(f"left out {number} (invalid JSON): {path}:2, {path}:3, {path}:4{more}")
 
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES)
@@ -171,6 +179,10 @@ def test_unknown_tokens_are_counted(tmp_path: Path) -> None:
     assert (summary.unknown[prefix], summary.written[prefix].num_tokens) == (2, 4)
     assert "2 sentences, 4 tokens, 2 of them unknown (50.00%)" in summary.report()
     assert json.loads(Path(f"{prefix}.json").read_bytes())["unknown_tokens"] == 2
+    lines = write_lines(tmp_path / "b.jsonl", [b'{"a": "a \\u1234", "b": "b"}'])
+    summary = preprocess(replace(bert_config(tmp_path, lines), json_keys=("a", "b")))
+    origins = [json.loads(Path(f"{prefix}.json").read_bytes()) for prefix in summary.outputs]
+    assert [(origin["unknown_tokens"], origin["tokens"]) for origin in origins] == [(1, 2), (0, 1)]
 
 
 def test_a_folder_in_the_place_of_the_record(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from megatron01.config.commands import PreprocessConfig
+from megatron01.data.indexed import IndexedDatasetBuilder
 from megatron01.data.preprocessing import corpus
 from megatron01.data.preprocessing.encoding import Encoder
 from megatron01.data.preprocessing.preprocess import preprocess
@@ -218,6 +219,20 @@ def test_summary_and_places_survive(
     assert whole.places == {"invalid JSON": [f"{tmp_path}/a.jsonl:6", f"{tmp_path}/b.jsonl:8"]}
 
 
+def test_the_time_of_all_runs_counts(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, encode = [0.0], Encoder.encode
+
+    def slow(*arguments: Any) -> Any:
+        now[0] += 2
+        return encode(*arguments)
+
+    monkeypatch.setattr(Encoder, "encode", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    whole = preprocess(config).seconds
+    interrupt(monkeypatch, config, 2)
+    assert preprocess(config).seconds == whole == now[0] / 2 > 8
+
+
 def test_ctrl_c_keeps_what_was_done(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = replace(config, checkpoint_seconds=3600, input=config.input[1:])
     with monkeypatch.context() as patch:
@@ -267,6 +282,16 @@ def test_another_run_does_not_go_on(
     assert files(tmp_path / "out") == before
     preprocess(replace(config, resume=False, json_keys=("text",)))
     assert sorted(files(tmp_path / "out")) == [f"gpt_text_document.{end}" for end in ("bin", "idx", "json")]
+
+
+@pytest.mark.parametrize("change", [{"lang": "lines"}, {"keep_newlines": True}, {"max_document_mb": 9}])
+def test_a_run_with_other_rules_does_not_go_on(
+    config: PreprocessConfig, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(config, split_sentences=True)
+    interrupt(monkeypatch, config, 4)
+    with pytest.raises(UserError, match=f"the interrupted run had {next(iter(change))} "):
+        preprocess(replace(config, **change))
 
 
 def test_changed_input(
@@ -347,6 +372,24 @@ def test_full_disk(config: PreprocessConfig, expected: dict[str, bytes], tmp_pat
     assert files(tmp_path / "out") == expected
 
 
+def test_a_chunk_that_was_written_to_one_output_alone_is_written_again(
+    config: PreprocessConfig, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls, add_documents = iter(range(5)), IndexedDatasetBuilder.add_documents
+
+    def add(*arguments: Any) -> None:
+        if next(calls, None) is None:  # the second output of the third chunk
+            raise Interrupted
+        add_documents(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedDatasetBuilder, "add_documents", add)
+        with pytest.raises(Interrupted):
+            preprocess(config)
+    preprocess(config)
+    assert files(tmp_path / "out") == expected
+
+
 def test_damaged_record(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     interrupt(monkeypatch, config, 3)
     record = tmp_path / "out" / "gpt_document.progress.json"
@@ -355,6 +398,28 @@ def test_damaged_record(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(UserError, match=r"progress\.json, the record of an interrupted run, is damaged"):
             preprocess(config)
     preprocess(replace(config, resume=False))
+
+
+def test_an_older_pair_with_the_same_counts_is_replaced(
+    config: PreprocessConfig, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = Path(config.input[0])
+    content = first.read_bytes()
+    first.write_bytes(content.replace(b"Text 1.", b"Text 2."))
+    preprocess(config)
+    older = files(tmp_path / "out")
+    assert older != expected and all(len(older[name]) == len(content) for name, content in expected.items())
+    first.write_bytes(content)
+
+    def stop(builder: IndexedDatasetBuilder) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedDatasetBuilder, "finalize", stop)
+        with pytest.raises(Interrupted):
+            preprocess(config)
+    preprocess(config)
+    assert files(tmp_path / "out") == expected
 
 
 def test_lost_partial_files(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
