@@ -90,6 +90,9 @@ def test_merging_keeps_the_record(write_pair: Callable[..., str], tmp_path: Path
     assert origin["left_out"] == {"invalid JSON": 3, "empty document": 5}
     assert origin["tokenizer"]["fingerprint"] == "f" and origin["merged_from"] == ["a", "b"]
     assert verify(str(tmp_path / "both"))[-1].startswith("agrees with both.json, to the last byte")
+    origin_path(b).write_text(json.dumps({name: value for name, value in note(b).items() if name != "unknown_tokens"}))
+    merge([a, b], str(tmp_path / "uncounted"))
+    assert "unknown_tokens" not in json.loads((tmp_path / "uncounted.json").read_text())
     origin_path(b).unlink()
     merge([a, b], str(tmp_path / "unknown"))
     assert not (tmp_path / "unknown.json").exists()

@@ -24,6 +24,7 @@ from megatron01.data.preprocessing.corpus import (
     Position,
     TextFormat,
     TextSource,
+    detect_compression,
     read_chunks,
     split_documents,
     unpacked_blocks,
@@ -132,6 +133,8 @@ class TestCompression:
         packed = PACKERS[kind](self.content) + PACKERS[kind](b"") + PACKERS[kind](b"end")
         assert unpack(packed, kind) == self.content + b"end"
         assert unpack(packed + bytes(12), kind) == self.content + b"end"
+        for content in (packed, PACKERS[kind](b"")):
+            assert detect_compression(ByteStream("file", io.BytesIO(content))) == kind
 
     def test_cut_short_anywhere(self, kind: Compression) -> None:
         packed = PACKERS[kind](self.content) + PACKERS[kind](b"end")
@@ -167,4 +170,6 @@ class TestCompression:
 
 def test_zstd_frames_to_be_skipped() -> None:
     skippable = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
-    assert unpack(skippable + zstd.compress(b"text"), "zstd") == b"text"
+    packed = skippable + zstd.compress(b"text")
+    assert detect_compression(ByteStream("a.zst", io.BytesIO(packed))) == "zstd"
+    assert unpack(packed, "zstd") == b"text"

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron01.data import IndexedDataset, IndexedDatasetBuilder, token_dtype
+from megatron01.data import IndexedDataset, IndexedDatasetBuilder, Tokenizer, token_dtype
+from megatron01.data.indexed import check_ids
 from megatron01.errors import UserError
 
 DOCUMENTS = [[[1, 2], [3, 4, 5]], [], [[6]], [[7, 8], []]]
@@ -169,3 +170,10 @@ def test_a_file_system_without_memory_maps_is_named(
     with pytest.raises(UserError, match=r"idx is on a file system that maps no files into memory") as caught:
         IndexedDataset(prefix)
     assert caught.value.exit_status == 2
+
+
+def test_ids_of_a_tokenizer(gpt2_tokenizer: Tokenizer) -> None:
+    check_ids("corpus", 0, 4999, gpt2_tokenizer)
+    for least, most, wrong in ((0, 5000, 5000), (-1, 7, -1)):
+        with pytest.raises(UserError, match=f"corpus.bin holds the token id {wrong}, but .* has ids 0 to 4999"):
+            check_ids("corpus", least, most, gpt2_tokenizer)

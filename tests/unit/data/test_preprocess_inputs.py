@@ -19,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron01.data.preprocessing.corpus import Position, read_chunks
+from megatron01.data.preprocessing.corpus import Position, TextSource, read_chunks
 from megatron01.data.preprocessing.inputs import resolve_inputs, rows
 from megatron01.data.preprocessing.preprocess import preprocess
 from megatron01.errors import UserError
@@ -112,8 +112,11 @@ def write_parquet(path: Path, texts: list[str | None], **columns: Any) -> Path:
     return path
 
 
-def test_parquet(tmp_path: Path, expected: dict[str, bytes]) -> None:
+def test_parquet(tmp_path: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(tmp_path, write_parquet(tmp_path / "a.parquet", [*TEXTS])) == expected
+    with monkeypatch.context() as small:
+        small.setattr("megatron01.data.preprocessing.inputs.CHUNK_BYTES", 1)  # less than a text
+        assert run(tmp_path, tmp_path / "a.parquet") == expected
     (tmp_path / "a.parquet").rename(tmp_path / "renamed")
     assert run(tmp_path, tmp_path / "renamed") == expected
     assert run(tmp_path, tmp_path / "renamed", input_format="parquet") == expected
@@ -287,6 +290,13 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
             names(tmp_path, *inputs)
     with pytest.raises(UserError, match=r"json_keys are a, b, but .*a\.txt\.gz is plain text; give one key"):
         names(tmp_path, folder / "a.txt.gz", json_keys=("a", "b"))
+
+
+def test_text_by_its_extension_in_capitals_up_to_the_length_that_is_set(tmp_path: Path) -> None:
+    path = tmp_path / "A.TXT.GZ"
+    path.write_bytes(gzip.compress(b"text"))
+    (source,) = resolve_inputs(replace(gpt_config(tmp_path, path), max_document_mb=300))
+    assert isinstance(source, TextSource) and (source.format, source.longest) == ("text", 300_000_000)
 
 
 def test_outputs_beside_the_input_are_not_read(tmp_path: Path) -> None:
