@@ -5,7 +5,7 @@ import pytest
 from megatron01.checkpoint.load import changed_settings
 from megatron01.checkpoint.manifest import iteration_folder
 
-SAVED = "optimizer: {lr: 0.1, style: a}\ncheckpoint: {save: x}\n"
+SAVED = "optimizer: {lr: 0.1, style: a}\ncheckpoint: {save: x}\nlogging: {run_dir: x}\n"
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def folder(tmp_path):
 
 def test_only_what_differs_and_matters_is_named(folder):
     assert changed_settings(iteration_folder(folder, 3), SAVED) == []
-    now = "optimizer: {lr: 0.2, style: a, extra: 1}\ncheckpoint: {save: y}\n"
+    now = "optimizer: {lr: 0.2, style: a, extra: 1}\ncheckpoint: {save: y}\nlogging: {run_dir: y}\n"
     assert changed_settings(iteration_folder(folder, 3), now) == [
         "optimizer.lr: 0.2, was 0.1",
         "optimizer.extra: 1, was None",

@@ -41,6 +41,9 @@ def test_locate_takes_the_newest_or_the_one_that_is_named(tmp_path):
     make_empty(tmp_path, 5)
     make_empty(tmp_path, 10)
     assert locate(str(tmp_path)) == (tmp_path, 10)
+    make_empty(tmp_path, 12345678)
+    (tmp_path / TRACKER_NAME).unlink()
+    assert locate(str(tmp_path)) == (tmp_path, 12345678)
     assert locate(str(tmp_path / "iter_0000005")) == (tmp_path, 5)
     assert locate(f"{tmp_path}/iter_0000005/") == (tmp_path, 5)
 

@@ -21,6 +21,8 @@ from tests.unit.checkpoint import saved
         (1, None, [40, 30, 20, 10]),
         (2, None, [30, 20, 10]),
         (2, 20, [30, 10]),
+        (1, 15, [40, 10]),  # 20 and 30 are the first from 15 and 30 on
+        (1, 10, []),
         (9, None, []),
     ],
 )
@@ -92,7 +94,7 @@ def test_a_deleted_checkpoint_does_not_come_back_as_the_one_that_it_replaced(rep
 
 def test_nor_after_a_roll_back(replaced, group):
     assert roll_back(replaced, 10, group) == 10
-    assert iterations(replaced) == [10]
+    assert iterations(replaced) == [10] and manifest.read_tracker(replaced) == 10
 
 
 def test_a_checkpoint_whose_replacement_was_interrupted_is_outdated_like_others(replaced):

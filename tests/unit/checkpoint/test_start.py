@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megatron01.checkpoint.load import choose_start, go_back_to, starting_point
-from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder
+from megatron01.checkpoint.manifest import TRACKER_NAME, iteration_folder, read_tracker
 from megatron01.config import CheckpointConfig
 from megatron01.errors import UserError
 from tests.unit.checkpoint.saved import flip_bit, make_empty, save
@@ -39,6 +39,7 @@ def test_a_flipped_bit_anywhere_is_noticed_and_passed_over(folder, group, name, 
     flip_bit(path, min(position, path.stat().st_size - 1))
     start, notes = choose_start(config(folder), group)
     assert start == (folder, 20)
+    assert go_back_to(*start, config(folder), group) == [] and read_tracker(folder) == 30  # nobody has named 20
     assert len(notes) == 1 and "checkpoint 30 is skipped" in notes[0] and name in notes[0]
 
 

@@ -61,6 +61,12 @@ def test_the_formats_own_library_reads_the_same(saved):
     assert all(torch.equal(tensor, TENSORS[name]) for name, tensor in tensors.items())
 
 
+def test_tensors_are_aligned(saved):
+    """For programs that map the file into memory."""
+    _, stored = saved
+    assert [name for name, place in stored.items() if place.offset % place.dtype.itemsize] == []
+
+
 def test_size_and_hash_are_those_of_the_file(tmp_path):
     path = tmp_path / "rank_00000.safetensors"
     written = write_tensors(path, TENSORS)
