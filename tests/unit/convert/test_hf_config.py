@@ -64,6 +64,7 @@ def test_what_a_file_leaves_out_has_transformers_default(theirs):
         ("bert", "hidden_size", None),
         ("bert", "num_attention_heads", 7),
         ("gpt2", "n_layer", 2.5),
+        ("gpt2", "n_layer", True),
         ("gpt2", "layer_norm_epsilon", 10**400),
         ("gpt2", "layer_norm_epsilon", float("inf")),
         ("gpt2", "initializer_range", float("nan")),

@@ -91,6 +91,7 @@ def test_published_bert_names():
         if "decoder" not in name
     }
     published["bert.embeddings.position_ids"] = torch.arange(20)[None]
+    published["bert.embeddings.token_type_ids"] = torch.zeros(1, 20, dtype=torch.int64)
     assert_same_state(from_hf(published, config), model.state_dict())
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron01.checkpoint.manifest import METADATA_NAME, describe_file, read_metadata
+from megatron01.config.yaml_files import load_plain_yaml
 from megatron01.convert.formats import read_model
 from megatron01.convert.native import read_checkpoint, write_checkpoint
 from megatron01.data.tokenizers import TokenizerFiles
@@ -46,11 +47,36 @@ def test_weights_alone_come_back_to_the_bit(gpt_checkpoint, bert_checkpoint, pre
         assert again.built_tokenizer().fingerprint == original.built_tokenizer().fingerprint
 
 
+def test_weights_of_16_bits_become_fp32(gpt_checkpoint, tmp_path):
+    original = read_checkpoint(str(gpt_checkpoint))
+    rounded = {name: tensor.half() for name, tensor in original.padded_weights().items()}
+    model = dataclasses.replace(original, weights=rounded)
+    assert {parameter.dtype for parameter in model.build().parameters()} == {torch.float32}
+    write_checkpoint(model, tmp_path, final=tmp_path)
+    again = read_checkpoint(str(tmp_path)).weights
+    assert all(again[name].dtype == torch.float32 and torch.equal(again[name], rounded[name].float()) for name in again)
+
+
 def test_a_moved_folder_keeps_its_tokenizer(gpt_checkpoint, tmp_path):
     (tmp_path / "before").mkdir()
     write_checkpoint(read_checkpoint(str(gpt_checkpoint)), tmp_path / "before", final=tmp_path / "before")
     (tmp_path / "before").rename(tmp_path / "after")
     assert read_checkpoint(str(tmp_path / "after")).vocab_size == 257
+    (tmp_path / "after" / "tokenizer" / "merges.txt").unlink()  # then none of its files is taken from there
+    with pytest.raises(UserError, match=r"with the tokenizer .*before/tokenizer/\w+.\w+, which does not exist"):
+        read_checkpoint(str(tmp_path / "after"))
+
+
+def test_rows_without_a_token_are_padding_up_to_a_point(gpt_checkpoint):
+    model = read_checkpoint(str(gpt_checkpoint))
+    tokenizer = model.built_tokenizer()
+    larger = dataclasses.replace(model.config, make_vocab_size_divisible_by=4096)
+    for config, most in ((model.config, 1023), (larger, 4095)):
+        rows = dataclasses.replace(model, config=config, vocab_size=257 + most)
+        assert rows.for_tokenizer(tokenizer).vocab_size == 257
+        for num_rows in (257 + most + 1, 256):
+            with pytest.raises(UserError, match=f"257 ids and the model in .* has rows for {num_rows}; give the"):
+                dataclasses.replace(rows, vocab_size=num_rows).for_tokenizer(tokenizer)
 
 
 def test_a_tokenizer_that_is_not_there_is_named(corpus, tmp_path):
@@ -82,9 +108,32 @@ def test_the_same_vocabulary_in_other_files_for_weights_alone(gpt_checkpoint, co
     (tmp_path / "weights").mkdir()
     write_checkpoint(dataclasses.replace(model, tokenizer=files), tmp_path / "weights", final=tmp_path / "weights")
     assert read_checkpoint(str(tmp_path / "weights"), model.tokenizer).tokenizer == model.tokenizer
+    with pytest.raises(UserError, match="is not the vocabulary with which"):
+        read_checkpoint(str(gpt_checkpoint), files)  # of a run
     with pytest.raises(UserError, match="encodes text differently from the model's own"):
         bert = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(corpus / "vocab.txt"))
         read_checkpoint(str(tmp_path / "weights"), bert)
+
+
+def test_weights_alone_without_a_tokenizer(gpt_checkpoint, tmp_path):
+    original = read_checkpoint(str(gpt_checkpoint))
+    write_checkpoint(dataclasses.replace(original, tokenizer=None), tmp_path, final=tmp_path)
+    with pytest.raises(UserError, match="holds no tokenizer; give --tokenizer-type"):
+        read_checkpoint(str(tmp_path))
+    again = read_checkpoint(str(tmp_path), original.tokenizer)
+    assert again.vocab_size == 257 and again.tokenizer == original.tokenizer
+
+
+def test_weights_alone_say_whether_they_have_the_head_for_sentence_pairs(bert_checkpoint, tmp_path):
+    original = read_checkpoint(str(bert_checkpoint))
+    words = {name: tensor for name, tensor in original.weights.items() if "pooler" not in name and "binary" not in name}
+    for weights, objective in ((original.weights, "sop"), (words, "none")):
+        folder = tmp_path / objective
+        folder.mkdir()
+        model = dataclasses.replace(original, weights=weights)
+        settings = load_plain_yaml(write_checkpoint(model, folder, final=folder) / "config.yaml")
+        assert settings["data"]["objective"] == objective
+        assert read_checkpoint(str(folder)).has_binary_head == (objective == "sop")
 
 
 def test_vocabulary_files_of_one_name_are_both_copied(gpt_checkpoint, corpus, tmp_path):
@@ -144,10 +193,12 @@ def test_settings_that_do_not_fit_are_refused(gpt_checkpoint, tmp_path, change, 
         read_checkpoint(str(copy))
 
 
-def test_the_block_size_of_training_does_not_matter(gpt_checkpoint, tmp_path):
+def test_the_block_size_and_kernels_of_training_do_not_matter(gpt_checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(gpt_checkpoint, copy)
     rewrite(copy, lambda text: text.replace("block_size: 64", "block_size: 128"))
+    rewrite(copy, lambda text: re.sub(r"fused_layernorm: \w+", "fused_layernorm: apex", text))
+    assert read_checkpoint(str(copy)).config == read_checkpoint(str(gpt_checkpoint)).config
     expected = read_checkpoint(str(gpt_checkpoint)).weights
     found = read_checkpoint(str(copy)).weights
     assert found.keys() == expected.keys()
@@ -164,11 +215,15 @@ def rewrite(folder: Path, change) -> None:
     (checkpoint / METADATA_NAME).write_text(dataclasses.replace(metadata, files=files).to_json())
 
 
-def test_damage_is_found(gpt_checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "position"), [("rank_00000.safetensors", 5000), ("rank_00000.safetensors", -50), ("config.yaml", -2)]
+)
+def test_damage_is_found(gpt_checkpoint, tmp_path, name, position):
+    """In the header of a file, in a tensor, or in the settings."""
     copy = tmp_path / "copy"
     shutil.copytree(gpt_checkpoint, copy)
-    (data,) = copy.glob("iter_*/rank_00000.safetensors")
-    flip_bit(data, 5000)
+    (data,) = copy.glob(f"iter_*/{name}")
+    flip_bit(data, position)
     with pytest.raises(UserError, match="is damaged: its content"):
         read_checkpoint(str(copy))
 
