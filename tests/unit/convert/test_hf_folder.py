@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -229,6 +230,20 @@ def test_types(gpt_checkpoint, tmp_path):
         rounded = tensor.bfloat16()
         rows = slice(0, 257 if name == "embedding.word_embeddings.weight" else None)
         assert torch.equal(again.weights[name][rows], rounded[rows]), name
+
+
+def test_the_padding_token_is_that_of_the_vocabulary(bert_checkpoint, corpus, tmp_path):
+    padding, *others = (corpus / "vocab.txt").read_text().splitlines()
+    (tmp_path / "vocab.txt").write_text("\n".join([*others, padding]) + "\n")
+    files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(tmp_path / "vocab.txt"))
+    export(dataclasses.replace(read_checkpoint(str(bert_checkpoint)), tokenizer=files), tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == len(others)
+
+
+def test_all_files_of_a_folder_can_be_read_by_the_same_users(gpt_checkpoint, tmp_path):
+    """The library of safetensors makes files for their owner alone."""
+    export(read_checkpoint(str(gpt_checkpoint)), tmp_path / "hf")
+    assert len({path.stat().st_mode for path in (tmp_path / "hf").iterdir()}) == 1
 
 
 def test_weights_that_are_not_finite(gpt_checkpoint, tmp_path):

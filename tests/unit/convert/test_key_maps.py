@@ -80,6 +80,8 @@ def test_published_gpt2_names():
     published["h.0.attn.bias"] = torch.ones(1, 1, 20, 20)
     published["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     assert_same_state(from_hf(published, config), model.state_dict())
+    doubled = from_hf({name: tensor.double() for name, tensor in published.items()}, config)
+    assert_same_state({name: tensor.float() for name, tensor in doubled.items()}, model.state_dict())
 
 
 def test_published_bert_names():

@@ -17,6 +17,8 @@ from megatron01.cost.volume import (
     Traffic,
     Wire,
     compare,
+    full_step_bytes,
+    packed_bytes,
     phase_of,
     traffic,
 )
@@ -40,6 +42,19 @@ def test_bytes_of_an_exchange_follow_the_formulas() -> None:
     assert WIRE.quantized(1) == 2 * (n - 1) / n * elements * (1 / 8 + 2 / 1024)
     assert WIRE.quantized(1, scaled=False) == 2 * (n - 1) / n * elements / 8
     assert WIRE.ring(4) == 2 * (n - 1) / n * elements * 4
+
+
+def test_bytes_of_an_element_have_their_share_of_a_scale() -> None:
+    def config(**changes: Any) -> OptimizerConfig:
+        return OptimizerConfig(**{"block_size": 1024, "gradient_wire_dtype": "bf16", **changes})
+
+    assert packed_bytes(config()) == 1 / 8 + 2 / 1024 and packed_bytes(config(optimizer="bin_sgdm")) == 1 / 8
+    assert packed_bytes(config(optimizer="one_bit_adam", compressor="none")) == 4
+    assert full_step_bytes(config(), "fp32") == 2
+    for bits, name in ((8, "8bit"), (4, "4bit")):
+        element = full_step_bytes(config(gradient_wire_dtype=name), "fp32")
+        assert element == bits / 8 + 2 / 1024
+        assert WIRE.quantized(bits) == plan(gradient_wire_dtype=name).full_bytes == 2 * 6 / 7 * 14 * 1024 * element
 
 
 def test_blocks_are_padded_per_parameter_and_to_equal_rows_but_not_on_the_ring() -> None:
