@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron01 import cli
+from megatron01.comm.payload import BlockLayout, row_range
 from megatron01.comm.topology import build_topology
 from megatron01.config import (
     BertPretrainConfig,
@@ -31,7 +32,9 @@ from megatron01.cost.memory import (
     _TORCH_UPDATE_ELEMENTS,
     Memory,
     PassBytes,
+    _owned_blocks,
     _Storages,
+    accumulates_in_fp32,
     flat_state_bytes,
     memory,
     pass_bytes,
@@ -147,7 +150,9 @@ def test_full_steps_that_do_not_follow_a_synchronization_need_more(warm_up: int)
         layout: Any = {"nodes": 1, "processes_per_node": 2, "parameter_sizes": (1024 * 9,), "on_gpu": False}
         return memory(run, passes=passes, **layout).exchange
 
-    assert exchange() - exchange(lr_warmup_iters=4) == (4 * 9 * 1024 if found[0] else 0)
+    for state_dtype, size in (("fp32", 4), ("bf16", 2)):
+        more = exchange(state_dtype=state_dtype) - exchange(state_dtype=state_dtype, lr_warmup_iters=4)
+        assert more == (size * 9 * 1024 if found[0] else 0)
 
 
 def test_quantized_gradients_of_one_bit_adam_need_no_step_at_which_it_freezes() -> None:
@@ -210,6 +215,59 @@ def test_divided_state_and_buffers_are_what_an_optimizer_holds() -> None:
     state, _, planned = divided[0][0]
     live = planned.state - state
     assert 0 < live < 0.02 * state  # the first process has the largest share
+
+
+def planned_memory(sizes: tuple[int, ...], nodes: int, processes_per_node: int, **settings: Any) -> Memory:
+    """What is planned beside the passes, by settings of all sections."""
+    training = dataclasses.replace(TRAINING, precision=settings.pop("precision", "fp32"))
+    distributed = DistributedConfig(hierarchical=settings.pop("hierarchical", "auto"))
+    config = PretrainConfig(optimizer=OptimizerConfig(**settings), training=training, distributed=distributed)
+    layout: Any = {"nodes": nodes, "processes_per_node": processes_per_node, "parameter_sizes": sizes}
+    return memory(config, passes=PassBytes(0, 0, 0), on_gpu=False, **layout)
+
+
+def test_master_weights_of_adam_are_beside_those_of_16_bits() -> None:
+    for precision, weights, state in (("fp32", 4, 8), ("bf16", 2, 12)):
+        planned = planned_memory((1000,), 1, 1, optimizer="adam", precision=precision)
+        assert (planned.weights, planned.state) == (1000 * weights, 1000 * state)
+
+
+def test_without_hierarchical_exchanges_every_process_counts_as_a_node() -> None:
+    settings: dict[str, Any] = {"optimizer": "one_bit_adam", "freeze_step": 3, "lr_warmup_iters": 2}
+    flat = planned_memory((1 << 20,), 2, 4, hierarchical="off", **settings)
+    assert flat == planned_memory((1 << 20,), 8, 1, **settings)
+    assert flat.state > planned_memory((1 << 20,), 2, 4, **settings).state
+
+
+def test_buffers_of_an_exchange() -> None:
+    """Of whole values at most 2 buckets at a time, on several nodes of several processes 4; of bits of all elements."""
+    values: dict[str, Any] = {"optimizer": "sgdm", "precision": "bf16", "bucket_elements": 1 << 14}
+    sent_and_received = 2 * 2  # bytes of an element
+    for elements, flat, nested in ((1 << 10,) * 3, (1 << 15,) * 3, (1 << 20, 1 << 15, 1 << 16)):
+        assert planned_memory((elements,), 2, 1, **values).exchange == sent_and_received * flat
+        # half of them leave the node, and its whole result comes back
+        assert planned_memory((elements,), 2, 2, **values).exchange == sent_and_received * nested * 3 // 2
+    bits = planned_memory((1 << 10,), 2, 2, optimizer="bin_sgdm", precision="bf16").exchange
+    assert bits == (1 << 10) * 2 // 8 + (1 << 10) * 2 * 2  # and, in bf16, what is summed inside the node
+
+
+@pytest.mark.parametrize(("num_blocks", "bucket_elements"), [(10, 1024), (9, 1 << 14), (8, 100), (3, 1 << 20)])
+def test_the_first_rank_of_a_node_owns_the_first_rows(num_blocks: int, bucket_elements: int) -> None:
+    blocks = BlockLayout(torch.full((num_blocks,), 256, dtype=torch.int32), 256)
+    owned = 0
+    for first, last in blocks.buckets(bucket_elements, 4):
+        begin, end = row_range(first, last, 0, 4)
+        owned += end - begin
+    assert _owned_blocks(OptimizerConfig(block_size=256), num_blocks, bucket_elements, 4) == owned
+
+
+def test_sums_in_fp32_are_of_several_micro_batches_of_16_bits() -> None:
+    def found(precision: Any, micro_batches: int, **settings: Any) -> bool:
+        training = dataclasses.replace(TRAINING, precision=precision, accumulate_grads_in_fp32=True)
+        config = PretrainConfig(optimizer=OptimizerConfig(**settings), training=training)
+        return accumulates_in_fp32(config, micro_batches)
+
+    assert found("bf16", 2) and not found("bf16", 1) and not found("fp32", 2) and not found("bf16", 2, optimizer="adam")
 
 
 def test_errors_and_buffers_shrink_where_processes_share_a_node() -> None:
