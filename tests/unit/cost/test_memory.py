@@ -37,6 +37,7 @@ from megatron01.cost.memory import (
     accumulates_in_fp32,
     flat_state_bytes,
     memory,
+    parameter_sizes,
     pass_bytes,
 )
 from megatron01.models import GPT2, Bert, cross_entropy
@@ -356,6 +357,20 @@ def test_gpus_keep_no_scores_and_recomputing_keeps_little() -> None:
     # without fused kernels also the attention scores, of 3 x 2 heads: probabilities before and after dropout, its mask
     scores = saved(False) - saved(False, recompute_activations="selective") - 2 * 48 * (2 * 32 + 128) * 4
     assert scores > 2 * 3 * 2 * 16 * 16 * 4
+
+
+def test_what_recomputing_gives_back_leaves_no_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron01.cost.memory.LARGE_BLOCK", 1)
+    for recompute, has_holes in (("none", True), ("selective", False), ("full", False)):
+        planned = planned_passes(gpt_config(recompute_activations=recompute), on_gpu=False)
+        assert (planned.unused > 0) == has_holes
+
+
+def test_a_bert_of_words_alone_has_no_head_for_sentence_pairs() -> None:
+    config = bert_config()
+    words = dataclasses.replace(config, data=dataclasses.replace(config.data, objective="none"))
+    pairs, alone = (sum(parameter_sizes(one)[0]) for one in (config, words))
+    assert pairs - alone == (32 * 32 + 32) + (2 * 32 + 2)  # pooler and head
 
 
 def test_gradients_of_an_earlier_micro_batch_are_there() -> None:
