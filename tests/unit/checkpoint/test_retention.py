@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import os
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from megatron01.checkpoint import manifest, save
 from megatron01.checkpoint.load import roll_back
 from megatron01.checkpoint.manifest import iteration_folder, iterations, left_overs, remove
+from megatron01.config import CheckpointConfig
 from tests.unit.checkpoint import saved
 
 
@@ -60,6 +62,19 @@ def test_applied_to_a_folder(tmp_path, caplog, monkeypatch):
     assert iterations(tmp_path) == [30, 20] and "checkpoint 20 in" in caplog.text
     save.delete_outdated(tmp_path, 30, 1)
     assert iterations(tmp_path) == [30]
+
+
+def test_a_run_keeps_what_its_settings_say(tmp_path, group):
+    saved.save(tmp_path, 5, group)
+    state = save.RunState(
+        metadata=manifest.read_metadata(iteration_folder(tmp_path, 5)), replicated={}, replica={}, replica_values={}
+    )
+    config = CheckpointConfig(save=str(tmp_path), keep_last=1, keep_every=20)
+    with save.CheckpointWriter(config, "", group, say=lambda line: None) as writer:
+        for iteration in (10, 20, 30, 40):
+            now = dataclasses.replace(state, metadata=dataclasses.replace(state.metadata, iteration=iteration))
+            writer.save(iteration, lambda now=now: now)
+    assert iterations(tmp_path) == [40, 20]
 
 
 def test_an_interrupted_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch):
