@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron01.checkpoint.reshard import _by_stem
+from megatron01.checkpoint.manifest import read_metadata
+from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice, _by_stem, read_headers
 from megatron01.checkpoint.save import tensors_of_rank
 from megatron01.checkpoint.storage import StoredTensor
+from tests.unit.checkpoint import saved
 
 
 def stored(count):
@@ -41,3 +43,14 @@ def test_ranks_have_the_same_share_of_the_rest_whether_or_not_the_momentum_is_sh
         assert own == tensors_of_rank(rest, {}, group, layout).keys()
     assert sorted(name for share in shares for name in share) == sorted(momentum | rest)
     assert max(sum(tensor.nbytes for tensor in share.values()) for share in shares) <= 1.3 * 4 * 300 / 3
+
+
+def test_a_part_of_what_was_saved_is_read_from_its_place(tmp_path, group):
+    """As by a rank that owns other elements than the one that wrote them."""
+    checkpoint = saved.save(tmp_path, 7, group)
+    metadata = read_metadata(checkpoint)
+    layout = ShardLayout(metadata.parameters, {})
+    (header,) = read_headers(checkpoint, metadata)
+    piece = StateSlice("x", "weight", 400, torch.zeros(3))
+    SavedState(checkpoint, metadata, layout, [{"x.weight": header["x"]}]).read(piece, [0])
+    assert piece.tensor.tolist() == [407, 408, 409]
