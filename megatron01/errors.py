@@ -123,7 +123,7 @@ def import_optional(module: str, user: str) -> Any:
         raise UserError(f"{user} needs {module}; run: pip install 'megatron01[data]'") from error
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
-    """A hint such as ``; did you mean 'num_layers'?``, or an empty string when nothing is close."""
-    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.7)
+def nearest(name: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """A hint such as ``; did you mean 'num_layers'?``, or nothing if no share of equal letters is ``cutoff``."""
+    close = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""

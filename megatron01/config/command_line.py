@@ -308,7 +308,7 @@ def _hint(flag: str, flags: Sequence[str], choices: Mapping[str, tuple[Any, ...]
         for reason, names in _LEFT_OUT.items():
             if name in names.split():
                 return reason
-    return nearest(flag, flags).removeprefix("; ")
+    return nearest(flag, flags, cutoff=0.7).removeprefix("; ")  # the dashes and "no-" are alike in all
 
 
 @dataclass(frozen=True)

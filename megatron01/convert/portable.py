@@ -16,7 +16,7 @@ from megatron01.errors import UserError
 from megatron01.models.base import WORD_EMBEDDINGS, padded_vocab_size
 from megatron01.models.bert import Bert
 from megatron01.models.gpt2 import GPT2
-from megatron01.utils.precision import dtype_name
+from megatron01.utils.precision import dtype_name, is_finite
 
 VOCABULARY_TENSORS = (WORD_EMBEDDINGS, "lm_head.bias")  # the weights with one row for each id of the vocabulary
 
@@ -151,8 +151,7 @@ def require_plain(name: str, tensor: Tensor, source: str) -> None:
 
 def non_finite(weights: Mapping[str, Tensor]) -> dict[str, int]:
     """The number of NaN and infinite elements of each tensor that has any."""
-    counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in weights.items()}
-    return {name: count for name, count in counts.items() if count}
+    return {name: int((~tensor.isfinite()).sum()) for name, tensor in weights.items() if not is_finite(tensor)}
 
 
 def refuse_non_finite(weights: Mapping[str, Tensor], source: str) -> None:

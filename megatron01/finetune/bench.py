@@ -23,6 +23,7 @@ from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 from megatron01.finetune.pretrained import Head, Pretrained, load_pretrained
 from megatron01.finetune.results import Column, Result, Run
+from megatron01.utils.precision import is_finite
 
 Collate = Callable[[Sequence[Any]], dict[str, Tensor]]
 """Makes the keyword arguments of a model, tensors by name, from a batch of examples."""
@@ -85,7 +86,7 @@ def fine_tune(
         if ((step + 1) % _STEPS_BETWEEN_CHECKS == 0 or step + 1 == num_steps) and not math.isfinite(total.item()):
             return Training(step + 1, None)
         progress(run, step + 1, num_steps)
-    if not all(parameter.isfinite().all() for parameter in model.parameters()):  # no loss follows the last update
+    if not all(is_finite(parameter) for parameter in model.parameters()):  # no loss follows the last update
         return Training(num_steps, None)
     return Training(num_steps, last_tenth.item() / (num_steps - start_of_last_tenth))
 

@@ -30,6 +30,7 @@ from megatron01.errors import UserError
 from megatron01.optim.flat_parameters import is_flat
 from megatron01.parallel.launch import LaunchEnvironment
 from megatron01.parallel.process_groups import lost_replica
+from megatron01.utils.precision import is_finite
 
 if TYPE_CHECKING:
     from megatron01.optim.flat_parameters import FlatParameters
@@ -521,11 +522,6 @@ def check_state_dict(
                 raise UserError(f"the state has parameter {theirs} where the model has {ours}; expected one order")
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    """True if no element is NaN or infinity; in one pass that allocates nothing, as ``isfinite`` does."""
-    return not tensor.numel() or all(math.isfinite(end.item()) for end in torch.aminmax(tensor))  # NaN if one is
-
-
 def require_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
     """Raises UserError if a tensor of ``own`` is missing in ``given``, has another shape there, or is not finite.
 
@@ -542,7 +538,7 @@ def require_fit(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
                 f"{name!r} in the optimizer state has shape {list(given[name].shape)}, not {list(tensor.shape)}; "
                 "it belongs to another model, block size, number of replicas, or setting of delay"
             )
-        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr() and not _is_finite(given[name]):
+        if name != "scalars" and given[name].data_ptr() != tensor.data_ptr() and not is_finite(given[name]):
             raise UserError(
                 f"{name!r} in the optimizer state holds NaN or infinity; load a state from before the run diverged"
             )

@@ -18,6 +18,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """True if no element is NaN or infinity; in one pass, and without the copies that ``isfinite`` makes."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())  # both are NaN if one is
+
+
 def takes_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
     """True if the setting ``device`` means a GPU here. Raises UserError if it is "cuda" and there is no GPU."""
     if device == "cuda" and not torch.cuda.is_available():
