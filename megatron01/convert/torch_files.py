@@ -186,7 +186,7 @@ class DistributedFiles:
         if getattr(place, "transform_descriptors", None):
             raise UserError(f"{self._path.parent} is compressed; expected a checkpoint whose files hold plain tensors")
         offset, length = _numbers((place.offset, place.length))
-        if Path(place.relative_path).name != place.relative_path:
+        if not re.fullmatch(r"\w[\w.-]*", place.relative_path):
             raise ValueError(f"a file {place.relative_path[:100]!r}, which is not in its folder")
         return _Piece(start, shape, self._path.parent / place.relative_path, offset, length)
 
