@@ -141,7 +141,7 @@ def test_stages_and_ranks_are_joined(source, ranks, one_tensor_for_all_layers, n
 
 def test_what_torch_itself_writes_is_read(tmp_path):
     tensors = {"a": torch.randn(3, 5), "b": torch.randn(7).bfloat16(), "c": torch.tensor(2.0), "name": "words"}
-    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path))
     files = DistributedFiles(tmp_path)
     assert files.shapes == {"a": (3, 5), "b": (7,), "c": ()} and files.objects == ["name"]
     assert all(torch.equal(files.tensor(name), tensors[name]) for name in files.shapes)
