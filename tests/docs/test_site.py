@@ -13,7 +13,11 @@ import yaml
 
 import megatron01
 from megatron01.cli import main
+from megatron01.config import BertPretrainConfig
+from megatron01.config.command_line import parse
+from megatron01.config.fields import Settings
 from megatron01.doctor.diagnosis import link_problems
+from megatron01.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -83,3 +87,21 @@ def test_the_commands_of_the_command_line_page_are_understood(tmp_path, capsys, 
     helps = capsys.readouterr().out
     for flag in set(re.findall(r"`(--[a-z-]+)`", page)) - {"--config"}:
         assert flag in helps, flag
+
+
+def test_what_users_of_megatron_lm_are_told_of_flags_and_defaults():
+    page = (ROOT / "docs" / "from_megatron.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`--.*) \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 10
+    theirs, ours = (
+        {flag for row in column for flag in re.findall("`(--[a-z0-9-]+)", row)} for column in zip(*rows, strict=True)
+    )
+    known = {setting.flag for setting in Settings(BertPretrainConfig).by_key.values()}
+    assert ours <= known
+    with pytest.raises(UserError) as caught:
+        parse(BertPretrainConfig, sorted(theirs - known), prog="test", description="")
+    assert all(flag in str(caught.value) for flag in theirs - known)
+    default = BertPretrainConfig()
+    assert (default.training.eval_interval, default.training.eval_iters, default.logging.log_interval) == (100, 10, 10)
+    assert (default.training.initial_loss_scale, default.optimizer.optimizer) == (65536, "zero_one_adam")
+    assert (default.model.norm_placement, default.model.layernorm_epsilon) == ("post", 1e-12)
