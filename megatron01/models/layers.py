@@ -134,14 +134,20 @@ NormPlacement = Literal["pre", "post"]
 GeluForm = Literal["none", "tanh"]  # the exact (erf) form of BERT, or GPT-2's approximation
 
 
+def _table(num_rows: int, width: int) -> nn.Embedding:
+    """An embedding with no values yet: drawing normal numbers on the meta device would load torch's compiler."""
+    table: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(num_rows, width), freeze=False)
+    return table
+
+
 class Embedding(nn.Module):
     """Sum of word, learned position and (for BERT) token-type embeddings, a norm where one is asked for, dropout."""
 
     def __init__(self, config: ModelConfig, *, num_rows: int, num_tokentypes: int = 0, with_norm: bool = False) -> None:
         super().__init__()
-        self.word_embeddings = nn.Embedding(num_rows, config.hidden_size)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.tokentype_embeddings = nn.Embedding(num_tokentypes, config.hidden_size) if num_tokentypes else None
+        self.word_embeddings = _table(num_rows, config.hidden_size)
+        self.position_embeddings = _table(config.max_position_embeddings, config.hidden_size)
+        self.tokentype_embeddings = _table(num_tokentypes, config.hidden_size) if num_tokentypes else None
         self.norm = layer_norm(config) if with_norm else None
         self.dropout = nn.Dropout(config.hidden_dropout)
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -69,3 +71,22 @@ def test_default_dtype_and_padding_change_no_weight(gpt_config):
     for (name, a), b, c in zip(reference.named_parameters(), unpadded.parameters(), rounded.parameters(), strict=True):
         assert torch.equal(a[:53], b[:53]), name
         assert c.dtype == torch.bfloat16 and torch.equal(a.bfloat16(), c), name
+
+
+NEW_MODELS = """
+import sys
+import torch
+from megatron01.config import BertModelConfig, GPTModelConfig
+from megatron01.models import GPT2, Bert
+sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+for device in ("cpu", "meta"):
+    with torch.device(device):
+        GPT2(GPTModelConfig(**sizes), 10)
+        Bert(BertModelConfig(**sizes), 10, binary_head=True)
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_a_new_model_does_not_load_the_compiler():
+    """Which would take most of the start of ``generate`` and the like."""
+    subprocess.run([sys.executable, "-c", NEW_MODELS], check=True)
