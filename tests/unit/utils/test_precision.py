@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from megatron01.convert.formats import load_model
 from megatron01.errors import UserError
-from megatron01.utils.precision import require_support
+from megatron01.utils.precision import is_finite, require_support
 
 
 def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +39,18 @@ def test_what_a_device_has_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     require_support("fp32", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     require_support("bf16", torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("found", [[], [math.nan], [math.inf], [-math.inf], [math.inf, -math.inf]])
+def test_any_element_that_is_not_finite_is_found(dtype: torch.dtype, found: list[float]) -> None:
+    tensor = torch.zeros(5, 16, dtype=dtype)[:, :13]  # rows with padding, as logits have
+    tensor[2, 3 : 3 + len(found)] = torch.tensor(found, dtype=dtype)
+    assert is_finite(tensor) == (not found)
+
+
+def test_a_sum_that_overflows_is_of_finite_elements() -> None:
+    assert is_finite(torch.full((2, 3), torch.finfo(torch.float32).max))
+    assert is_finite(torch.full((2, 3), -60000.0, dtype=torch.float16))
+    assert is_finite(torch.empty(0, 3))
+    assert is_finite(torch.tensor([7, -7]))
