@@ -117,6 +117,24 @@ def test_shares_of_draws(sampling, expected):
     assert all((share == 0) == (wanted == 0) for share, wanted in zip(shares, expected, strict=True))
 
 
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(top_k=40), Sampling(top_p=0.7), Sampling(temperature=0.3, top_k=90, top_p=0.9)]
+)
+def test_among_equal_logits_lower_ids_come_first(sampling):
+    logits = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)).round(decimals=1)  # many are equal
+    scores, ids = logits.double().sort(descending=True, stable=True)
+    probabilities = (scores / sampling.temperature).softmax(-1)
+    if sampling.top_k:
+        probabilities = probabilities[:, : sampling.top_k]
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    kept = probabilities.cumsum(-1) - probabilities < sampling.top_p
+    cumulative = (probabilities * kept).cumsum(-1)
+    draws = torch.tensor([np.random.default_rng([3, row]).random() for row in range(300)], dtype=torch.float64)
+    places = torch.searchsorted(cumulative, draws[:, None] * cumulative[:, -1:], right=True)
+    chosen = choose(logits, sampling, [np.random.default_rng([3, row]) for row in range(300)])
+    assert torch.equal(chosen[:, None], ids.gather(1, places))
+
+
 @given(
     st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=9),
     st.floats(0.05, 5),
