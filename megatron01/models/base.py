@@ -41,7 +41,9 @@ class InitializedModel(nn.Module):
         """Take memory on the default device and draw all weights from the seed."""
         self._seed = seed
         self._whole_shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
-        self.to_empty(device=torch.empty(0).device)  # torch 2.6: not get_default_device(), blind to "with torch.device"
+        device = torch.empty(0).device  # torch 2.6: not get_default_device(), which is blind to "with torch.device"
+        if device.type != "meta":  # nothing to take, and torch would load its compiler's shapes for it
+            self.to_empty(device=device)
         self.initialize()
 
     @torch.no_grad()
