@@ -202,9 +202,13 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, model_type: Liter
 
 def _alphabet(backend: Backend, texts: Iterable[str], size: int) -> list[str]:
     """The ``size`` most frequent characters of the words, in descending order; ties by code point."""
-    counts: Counter[str] = Counter()
+    written: Counter[str] = Counter()
     for text in texts:
-        counts.update(backend.normalizer.normalize_str(text))
+        written.update(text)
+    counts: Counter[str] = Counter()
+    for character, count in written.items():  # the normalizer takes each alone
+        for normalized in backend.normalizer.normalize_str(character):
+            counts[normalized] += count
     frequent = sorted(counts, key=lambda character: (-counts[character], character))
     return [character for character in frequent if not character.isspace()][:size]
 

@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import pytest
 
 from megatron01.config.commands import PreprocessConfig, TrainTokenizerConfig
 from megatron01.data import Tokenizer, build_tokenizer
-from megatron01.data.train_tokenizer import train_tokenizer
+from megatron01.data.tokenizers import wordpiece_backend
+from megatron01.data.train_tokenizer import _alphabet, train_tokenizer
 from megatron01.errors import UserError
 
 TEXTS = [
@@ -86,6 +88,15 @@ def test_case_is_kept_or_not(corpus: Path) -> None:
     assert lower.encode("THE TREES") == lower.encode("the trees")
     assert lower.encode("Café") == lower.encode("cafe")
     assert cased.encode("The") != cased.encode("the")
+
+
+@pytest.mark.parametrize("lower_case", [True, False])
+def test_characters_are_counted_as_the_normalizer_writes_them(lower_case: bool) -> None:
+    text = "Éé e\u0301 E\u0301 ΟΣ Ος İi ǅ ﬁ 각 \u1112\u1161\u11ab q\u0307\u0323 東京\u200d\x00 a\u00a0b"
+    backend = wordpiece_backend({"[UNK]": 0}, lower_case=lower_case)
+    counts = Counter(backend.normalizer.normalize_str(text))
+    expected = sorted((character for character in counts if not character.isspace()), key=lambda c: (-counts[c], c))
+    assert _alphabet(backend, [text], 1000) == expected
 
 
 def test_rare_characters_are_left_out_of_the_alphabet(corpus: Path) -> None:
