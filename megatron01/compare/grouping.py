@@ -177,9 +177,9 @@ def _groups(runs: Sequence[Run]) -> tuple[Group, ...]:
     """
     members = _grouped_by(_compared, runs)
     firsts = [group[0] for group in members]
-    labels = [_label(run, firsts, leaving_out="optimizer.lr") for run in firsts]
+    labels = _labels(firsts, leaving_out="optimizer.lr")
     if len(set(labels)) < len(labels):
-        labels = [_label(run, firsts) for run in firsts]
+        labels = _labels(firsts)
     return tuple(
         Group(label if labels.count(label) == 1 else f"{label} ({group[0].name})", tuple(group))
         for label, group in zip(labels, members, strict=True)
@@ -206,17 +206,22 @@ def _unused(run: Run) -> set[str]:
     return {f"optimizer.{name}" for name in named - {*spec.own_settings, *spec.planned_settings}}
 
 
-def _label(run: Run, firsts: Sequence[Run], leaving_out: str = "") -> str:
-    if not run.settings:
-        return run.name
-    own = _compared(run)
-    rivals = [_compared(other) for other in firsts if other.optimizer == run.optimizer]
-    chosen = [
-        _WORDS.get((key, value), _shown(key, value))
-        for key, value in sorted(own.items())
-        if key != leaving_out and (key, value) not in _DEFAULTS and any(other.get(key) != value for other in rivals)
-    ]
-    return ", ".join([label_of(run.optimizer), *chosen[:_MOST_DIFFERENCES]])
+def _labels(firsts: Sequence[Run], leaving_out: str = "") -> list[str]:
+    compared = [_compared(run) for run in firsts]
+    rivals = Counter(run.optimizer for run in firsts)
+    alike = Counter((run.optimizer, item) for run, own in zip(firsts, compared, strict=True) for item in own.items())
+    labels = []
+    for run, own in zip(firsts, compared, strict=True):
+        chosen = [
+            _WORDS.get(item, _shown(*item))
+            for item in sorted(own.items())
+            if item[0] != leaving_out
+            and item not in _DEFAULTS
+            and alike[run.optimizer, item] < rivals[run.optimizer]  # another one differs
+        ]
+        label = ", ".join([label_of(run.optimizer), *chosen[:_MOST_DIFFERENCES]])
+        labels.append(label if run.settings else run.name)
+    return labels
 
 
 def _defaults(config_class: type[PretrainConfig]) -> set[tuple[str, str]]:

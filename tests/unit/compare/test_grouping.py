@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron01.compare import grouping
 from megatron01.compare.grouping import NEVER_FROZE, NEVER_LEFT_FULL, sections
 from megatron01.compare.runs import read_run
 from tests.unit.compare.folders import line, lines, write_family, write_run
@@ -37,6 +38,16 @@ def test_other_numbers_of_replicas_are_other_groups(tmp_path: Path) -> None:
     folders = [write_run(tmp_path / str(number), lines(), world_size=number) for number in (2, 4)]
     (section,) = sections([read_run(folder) for folder in folders])
     assert [group.label for group in section.groups] == ["Adam, replicas 2", "Adam, replicas 4"]
+
+
+def test_many_groups_are_not_compared_pair_by_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [read_run(write_run(tmp_path / str(number), lines(), optimizer__lr=number + 1)) for number in range(20)]
+    asked: list[str] = []
+    compared = grouping._compared
+    monkeypatch.setattr(grouping, "_compared", lambda run: asked.append(run.name) or compared(run))
+    (section,) = sections(runs)
+    assert [group.label for group in section.groups] == [f"Adam, lr {number + 1}" for number in range(20)]
+    assert len(asked) <= 3 * len(runs)
 
 
 def test_a_bert_is_one_with_any_tokenizer(tmp_path: Path) -> None:
