@@ -95,7 +95,8 @@ def write(folder: Path, model, *, ranks=2, one_tensor_for_all_layers=True, newer
         if match is not None and one_tensor_for_all_layers:
             name, tensor, offset = f"{match[1]}{match[3]}", tensor[None], [int(match[2]), *offset]
         writer.add(stage * ranks + rank, name, tensor, tuple(offset))
-        writer.add(stage * ranks + rank, f"optimizer.state.exp_avg.{name}", tensor * 0, tuple(offset))
+        optimizer = "chained_1.optimizer" if name.endswith("bias") else "optimizer"  # of several optimizers, or one
+        writer.add(stage * ranks + rank, f"{optimizer}.state.exp_avg.{name}", tensor * 0, tuple(offset))
     writer.add(0, "rng_state/shard_0_1", [{"np_rng_state": (1, 2)}])
     if newer:
         writer.add(0, "common_state/shard_0_1", [shared])
@@ -148,6 +149,38 @@ def test_what_torch_itself_writes_is_read(tmp_path):
     assert files.object("name", stand_ins=()) == "words"
 
 
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({(0, 0): torch.ones(2, 3), (2, 0): torch.ones(2, 3, dtype=torch.bfloat16)}, r"\[2, 0\] does not fit"),
+        ({(0, 0): torch.ones(2, 3), (3, 0): torch.ones(2, 3)}, r"\[3, 0\] does not fit"),
+        ({(0, 0): torch.ones(2, 3), (2, 0): torch.ones(2, 3, dtype=torch.int64)}, "has another shape, or no floats"),
+        ({(0, 0): torch.ones(4, 3, dtype=torch.int64)}, "has another shape, or no floats"),
+    ],
+)
+def test_parts_that_do_not_fit_together_are_refused(parts, message, tmp_path):
+    writer = Writer(tmp_path / "saved", 1)
+    for offset, part in parts.items():
+        writer.add(0, "a", part, offset)
+    writer.entries["a"].size = torch.Size([4, 3])
+    writer.close()
+    with pytest.raises(UserError, match=rf"\.metadata is damaged .*\(a at .*{message}"):
+        DistributedFiles(tmp_path / "saved").tensor("a")
+
+
+def test_what_no_file_holds_is_named(tmp_path):
+    writer = Writer(tmp_path / "saved", 1)
+    writer.add(0, "empty", torch.ones(0, 3), (0, 0))
+    writer.add(0, "object", "words")
+    writer.storage.clear()
+    writer.close()
+    files = DistributedFiles(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"the parts of empty do not make up its shape \[0, 3\]"):
+        files.tensor("empty")
+    with pytest.raises(UserError, match="no file holds object"):
+        files.object("object", stand_ins=())
+
+
 def test_no_code_in_the_metadata_is_executed(tmp_path):
     class Hostile:
         def __reduce__(self):
@@ -180,6 +213,10 @@ def _claim_a_huge_size(metadata):
     )
 
 
+def _begin_before_the_file(metadata):
+    metadata.storage_data[EMBEDDINGS].offset = -1
+
+
 def _leave_the_folder(metadata):
     metadata.storage_data[EMBEDDINGS].relative_path = "../../secret"
 
@@ -208,6 +245,7 @@ def _add_experts(metadata):
     [
         (_drop_a_part, "the parts of embedding.word_embeddings.weight do not make up its shape"),
         (_claim_a_huge_size, "ends before embedding.word_embeddings.weight"),
+        (_begin_before_the_file, r"\.metadata is damaged .*sizes \(-1, "),
         (_leave_the_folder, "a file '../../secret', which is not in its folder"),
         (_overlap, r"NaN or infinite elements in embedding\.word_embeddings\.weight"),
         (_compress, "is compressed"),
@@ -223,8 +261,10 @@ def test_a_damaged_table_is_refused_in_one_line(change, message, gpt, tmp_path):
 
 def test_a_file_that_is_cut_off_is_refused(gpt, tmp_path):
     path = write(tmp_path, gpt) / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"__0_0\.distcp ends before .*; it is cut off"):
+    metadata = pickle.loads((path.parent / ".metadata").read_bytes())
+    place = metadata.storage_data[MetadataIndex("decoder.final_layernorm.bias", (0,))]
+    path.write_bytes(path.read_bytes()[: place.offset + place.length - 1])
+    with pytest.raises(UserError, match=r"__0_0\.distcp ends before decoder\.final_layernorm\.bias, .*; it is cut off"):
         read_model(str(tmp_path))
     path.unlink()
     with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read: No such file"):
@@ -247,6 +287,15 @@ def test_other_files_are_checked(name, content, message, gpt, tmp_path):
     with pytest.raises(UserError, match=message) as refused:
         read_model(str(tmp_path))
     assert "\n" not in str(refused.value)
+
+
+def test_a_checkpoint_without_settings_is_refused(tmp_path):
+    writer = Writer(tmp_path / "saved", 1)
+    writer.add(0, "common_state/shard_0_1", [])
+    writer.close()
+    (tmp_path / "saved" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(UserError, match="holds no state beside its tensors; expected a finished checkpoint"):
+        read_model(str(tmp_path / "saved"))
 
 
 def test_another_model_is_refused_by_its_settings(gpt, tmp_path):
