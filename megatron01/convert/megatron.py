@@ -205,8 +205,6 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
             f"{source} has make_vocab_size_divisible_by {multiple} in its args, but {rows} rows of word embeddings;"
             " expected a multiple of it"
         )
-    if not isinstance(config, BertModelConfig):
-        weights.pop("lm_head.bias", None)
     files = tokenizer or _tokenizer_files(args, source)
     model = PortableModel(
         source=source,

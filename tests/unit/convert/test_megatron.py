@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 import torch
 
 from megatron01.convert.formats import read_model
-from megatron01.convert.megatron import is_megatron, read_megatron
+from megatron01.convert.megatron import _tokenizer_files, is_megatron, read_megatron
 from megatron01.convert.native import read_checkpoint
+from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 
 CORE = {
@@ -229,10 +231,42 @@ def test_one_file_or_a_release(gpt, tmp_path):
     assert_same(read_megatron(tmp_path / "release"), gpt)
 
 
+def test_a_file_without_optimizer_and_a_copy_of_the_embedding(gpt, tmp_path):
+    """As with Megatron-LM's distributed optimizer, and for the last stage of a pipeline."""
+    write(tmp_path, gpt)
+    path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state["model"]["word_embeddings_for_head"] = {"weight": torch.ones(2)}
+    torch.save(state, path.with_name("model_rng.pt"))
+    path.unlink()
+    assert_same(read_megatron(tmp_path), gpt)
+
+
+def test_settings_are_taken_over(gpt, tmp_path):
+    rows = len(gpt.weights["embedding.word_embeddings.weight"])
+    shape = {"ffn_hidden_size": 4 * gpt.config.hidden_size, "make_vocab_size_divisible_by": rows}
+    rates = {"init_method_std": 0.25, "hidden_dropout": 0.5, "attention_dropout": 0.75}
+    write(tmp_path, gpt, norm_epsilon=0.125, vocab_file="/none/vocab.json", **shape, **rates)
+    path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    del state["args"].layernorm_epsilon  # the earlier name
+    torch.save(state, path)
+    expected = dataclasses.replace(gpt.config, layernorm_epsilon=0.125, **shape, **rates)
+    assert read_megatron(tmp_path, gpt.tokenizer).config == expected
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("apply_residual_connection_post_layernorm", True),
+        ("apply_residual_connection_post_norm", True),
+        ("apply_layernorm_1p", True),
+        ("use_rotary_position_embeddings", True),
+        ("add_position_embedding", False),
+        ("add_bias_linear", False),
+        ("squared_relu", True),
+        ("group_query_attention", True),
+        ("multi_latent_attention", True),
         ("swiglu", True),
         ("normalization", "RMSNorm"),
         ("position_embedding_type", "rope"),
@@ -269,7 +303,14 @@ def test_what_is_not_here_is_refused_by_name(name, value, gpt, tmp_path):
         (lambda state: state.pop("model"), "no entry 'model'"),
         (lambda state: state.update(checkpoint_version=4.0), "checkpoint_version 4.0"),
         (lambda state: state["model"].update(vision=torch.zeros(2)), "holds vision"),
+        (lambda state: state["model"].update(lm_head={"bias": torch.ones(258)}), r"holds lm_head\.bias of shape"),
         (lambda state: state["model"].update(lm_head={"dense.weight": torch.zeros(2)}), "is of another model"),
+        (
+            lambda state: vars(state["args"]).update(
+                model_parallel_size=2 * vars(state["args"]).pop("tensor_model_parallel_size")
+            ),
+            "tensor parallelism 2, but 1 rank",  # as it was called at first
+        ),
         (lambda state: state["args"].__dict__.update(num_layers=3), "lacks transformer.layers.2"),
         (lambda state: state["args"].__dict__.update(num_layers=10**4), "num_layers 10000, but holds"),
         (lambda state: state["args"].__dict__.update(max_position_embeddings=2**63), "100000000, in .*model_optim"),
@@ -325,6 +366,8 @@ def test_ranks_that_do_not_belong_together(gpt, tmp_path):
 def test_the_other_form_of_gelu_is_noted(gpt, bert, tmp_path):
     write(tmp_path / "bert", bert, bias_gelu_fusion=True)
     assert "with the tanh form of GELU" in read_megatron(tmp_path / "bert").notes[0]
+    write(tmp_path / "openai", bert, bias_gelu_fusion=False, openai_gelu=True)
+    assert "with the tanh form of GELU" in read_megatron(tmp_path / "openai").notes[0]
     write(tmp_path / "gpt", gpt, bias_gelu_fusion=False, openai_gelu=False)
     assert "with the exact form of GELU" in read_megatron(tmp_path / "gpt").notes[0]
     write(tmp_path / "usual", gpt, bias_gelu_fusion=True)
@@ -377,6 +420,13 @@ def test_files_that_torch_did_not_save(content, tmp_path):
     (tmp_path / "model.pt").write_bytes(content)
     with pytest.raises(UserError, match=r"model.pt is damaged or was not written by torch.save"):
         read_megatron(tmp_path / "model.pt")
+
+
+def test_the_file_of_a_tokenizer_without_vocabulary_is_taken_over(tmp_path):
+    path = tmp_path / "spiece.model"
+    path.touch()
+    names = {"tokenizer_type": "SentencePieceTokenizer", "tokenizer_model": str(path)}
+    assert _tokenizer_files(argparse.Namespace(vocab_file=None, **names), "saved") == TokenizerFiles(**names)
 
 
 def test_what_is_none_of_these(tmp_path):
