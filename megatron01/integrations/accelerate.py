@@ -26,6 +26,7 @@ from megatron01.optim.base import FlatOptimizer
 require_version("accelerate", "1.15", "2")
 
 _FOLDER = "replicas"
+_EXCHANGING = ("DEEPSPEED", "FSDP", "MEGATRON_LM")  # values of accelerate's DistributedType
 
 
 def prepare(accelerator: Any, *objects: Any) -> Any:
@@ -44,6 +45,11 @@ def prepare(accelerator: Any, *objects: Any) -> Any:
         raise UserError(
             "this accelerator has an optimizer of megatron01 already, whose saved state this one's would replace;"
             " expected one for each Accelerator, prepared once"
+        )
+    if (kind := accelerator.distributed_type) in _EXCHANGING:
+        raise UserError(
+            f"this accelerator uses {kind.value}, which exchanges gradients; expected one that keeps the model whole on"
+            " each replica (in the file of accelerate config: distributed_type MULTI_GPU)"
         )
     refuse_scaled_others(objects, accelerator.scaler)
     prepared = accelerator.prepare(*objects)

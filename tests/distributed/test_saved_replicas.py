@@ -178,6 +178,13 @@ def test_another_number_of_replicas_has_the_lowest_loss_scale(tmp_path: Path) ->
     assert scaler.get_scale() == 64.0
 
 
+def test_a_scaler_that_was_off_leaves_the_loss_scale_as_it_is(tmp_path: Path) -> None:
+    save_state(new_optimizer()[1], tmp_path, torch.amp.GradScaler("cpu", enabled=False))
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    load_state(new_optimizer()[1], tmp_path, scaler)
+    assert scaler.get_scale() == 64.0
+
+
 def of_subgroups(rank: int, size: int, folder: Path) -> list[str]:
     """Replicas 0 to 2, and 3 and 4, train a model each; only the first three save theirs."""
     safety.SETTLE_SECONDS = 10.0

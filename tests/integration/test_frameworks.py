@@ -84,6 +84,59 @@ def test_an_optimizer_of_another_package_is_found_and_its_scheduler_is_none() ->
     assert find_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)) is None
 
 
+def test_a_shown_schedule_has_the_rates_of_the_last_step_until_it_is_stepped() -> None:
+    schedule, weights = LRSchedule(style="linear", peak_lr=1.0, total_steps=10), torch.nn.Parameter(torch.zeros(2))
+    optimizer = ZeroOneAdam([{"params": [weights], "lr_scale": 0.5}], schedule)
+
+    def train() -> None:
+        weights.grad = torch.ones(2)
+        optimizer.step()
+
+    rates = [[0.5 * schedule.lr(step)] for step in range(5)]
+    shown = ShownSchedule(optimizer)
+    assert shown.get_last_lr() == rates[0]
+    train()
+    assert shown.get_last_lr() == rates[0]
+    shown.step()
+    assert shown.get_last_lr() == rates[1]
+    for _ in range(2):
+        train()
+    assert shown.get_last_lr() == rates[2]
+
+
+@pytest.mark.parametrize("enabled", ["is_deepspeed_enabled", "is_fsdp_enabled"])
+def test_a_trainer_whose_backend_exchanges_gradients_is_refused(
+    enabled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron01.integrations.transformers import CompressedTrainer
+
+    create = transformers.Trainer.create_accelerator_and_postprocess
+
+    def create_another(self: Any) -> None:
+        create(self)
+        setattr(self, enabled, True)
+
+    monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", create_another)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(UserError, match="uses DeepSpeed or FSDP, which exchange gradients; expected neither"):
+        CompressedTrainer(torch.nn.Linear(1, 1), arguments)
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+def test_an_accelerator_whose_backend_exchanges_gradients_is_refused(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+    from megatron01.integrations.accelerate import prepare
+
+    accelerator, layer = Accelerator(cpu=True), torch.nn.Linear(2, 2)
+    monkeypatch.setattr(Accelerator, "distributed_type", DistributedType[kind])
+    with pytest.raises(UserError, match=f"this accelerator uses {kind}, which exchanges gradients; expected"):
+        prepare(accelerator, layer, ZeroOneAdam(layer.parameters(), 0.1))
+
+
 @pytest.mark.parametrize("kind", [Adam, torch.optim.AdamW, "zero_one_adam"])
 def test_a_trainer_takes_a_class_that_compresses(kind: Any, tmp_path: Path) -> None:
     from transformers import TrainingArguments
@@ -174,6 +227,15 @@ def test_lightning_removes_the_state_of_replicas_with_its_checkpoint(tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_lightning_saves_weights_alone_without_the_state_of_replicas(tmp_path: Path) -> None:
+    from megatron01.integrations.lightning import CompressedDDP
+
+    strategy = CompressedDDP()
+    strategy.optimizers = [ZeroOneAdam(torch.nn.Linear(2, 2).parameters(), 0.1)]
+    strategy.save_checkpoint({"state_dict": {}}, tmp_path / "weights.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.ckpt"]
+
+
 def test_a_state_of_another_step_than_its_checkpoint_is_refused(tmp_path: Path) -> None:
     """As after a save that replaced the state and was killed before it replaced the checkpoint itself."""
     from accelerate import Accelerator
@@ -189,13 +251,15 @@ def test_a_state_of_another_step_than_its_checkpoint_is_refused(tmp_path: Path) 
     torch.save({"optimizer": marker(optimizer)}, path)
     layer(torch.ones(2)).sum().backward()
     optimizer.step()
-    strategy.optimizers, strategy._loaded_from = [optimizer], path
+    link = tmp_path / "link.ckpt"  # as of save_last="link"
+    link.symlink_to(path)
+    strategy.optimizers, strategy._loaded_from = [optimizer], link
     for folder in (f"{path}.replicas", tmp_path / "state" / "replicas"):
         save_state(optimizer, folder)
     for load in (
         lambda: accelerator.load_state(str(tmp_path / "state")),
         lambda: strategy.load_optimizer_state_dict({"optimizer_states": [torch.load(path)["optimizer"]]}),
-        lambda: CompressedFabricDDP().load_checkpoint(path, {"optimizer": optimizer}),
+        lambda: CompressedFabricDDP().load_checkpoint(link, {"optimizer": optimizer}),
     ):
         with pytest.raises(UserError, match=r"replicas holds the state of step 1, and its checkpoint is of step 0"):
             load()
