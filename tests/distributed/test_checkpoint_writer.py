@@ -97,15 +97,15 @@ def joined(world_size, **settings):
 
 
 def hold_back(event):
-    """From now on, nothing is written before ``event``; returns the numbers of the saves that have begun."""
-    begun, write = [], writer.write_tensors
+    """From now on, no thread reads or writes anything before ``event``; returns the numbers of the saves begun."""
+    begun, save = [], writer.save_checkpoint
 
     def held(*args, **kwargs):
         begun.append(len(begun))
         assert event.wait(60)
-        return write(*args, **kwargs)
+        return save(*args, **kwargs)
 
-    writer.write_tensors = held
+    writer.save_checkpoint = held
     return begun
 
 
