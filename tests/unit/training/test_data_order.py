@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron01.checkpoint.manifest import CheckpointMetadata, iteration_folder
-from megatron01.config import DistributedConfig, PretrainConfig, TrainingConfig
+from megatron01.config import DataConfig, DistributedConfig, PretrainConfig, TrainingConfig
 from megatron01.data import SampleCounts, Splits
 from megatron01.errors import UserError
 from megatron01.parallel import LaunchEnvironment, find_tensor_parallel_ranks, initialize
@@ -52,6 +52,7 @@ def test_a_run_and_its_continuation() -> None:
     assert (length, first) == (90, DataOrder("a 1", 0))
     assert order(SavedProgress(10, 30, first), "a") == (90, first)
     assert order(SavedProgress(30, 90, first), "a") == (90, first)  # nothing is left to train
+    assert order(SavedProgress(30, 90, first), "a", train_iters=20) == (90, first)
     assert order(SavedProgress(10, 30, None), "a") == (90, first)  # a checkpoint without a recorded order
 
 
@@ -62,6 +63,7 @@ def test_another_order_is_taken_from_its_beginning() -> None:
     assert (length, second) == (60, DataOrder("b 1", 30))
     assert order(SavedProgress(15, 45, second), "b") == (60, second)
     assert order(SavedProgress(15, 45, second), "c") == (45, DataOrder("c 1", 45))
+    assert order(SavedProgress(30, 90, second), "c") == (3, DataOrder("c 1", 90))  # a batch, though nothing is left
 
 
 def test_a_longer_run_keeps_its_order_while_the_epochs_are_the_same() -> None:
@@ -94,6 +96,7 @@ def test_samples_that_are_deferred_come_last(num_samples: int, before: int, data
     assert taken(order, num_samples + 7) == [*expected, *range(num_samples, num_samples + 7)]
     fewer = num_samples // 2
     assert taken(order, fewer) == [sample for sample in expected if sample < fewer]
+    assert all(first < last for first, last in order.ranges(fewer))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,32 @@ def test_a_roll_back_of_steps_with_smaller_batches(batch_size: int, length: int,
         data = RunData(PretrainConfig(training=training), group, ranks, progress, build)
         data.defer(10, 30, 15)
     assert (len(data.datasets.train), data.order) == (length, order)
+
+
+def test_batches_begin_after_what_was_taken_of_the_present_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("megatron01.training.data.BatchLoader", lambda _, **settings: given.append(settings) or [])
+    distributed = DistributedConfig(distributed_backend="gloo")
+    training = TrainingConfig(train_iters=20, global_batch_size=3, micro_batch_size=1)
+    with initialize(LaunchEnvironment(), distributed) as group:
+        progress, ranks = SavedProgress(15, 45, DataOrder("a 1", 30)), find_tensor_parallel_ranks(group, distributed)
+        config = PretrainConfig(training=training, data=DataConfig(num_workers=3))
+        data = RunData(config, group, ranks, progress, lambda counts: Splits(Data(counts.train, "a"), None, None))
+        assert list(data.training_batches(45)) == []
+    (settings,) = given
+    assert (settings["consumed_samples"], settings["segments"], settings["num_workers"]) == (15, [(0, 30)], 3)
+
+
+def test_an_evaluation_takes_a_micro_batch_for_each_replica() -> None:
+    def build(counts: SampleCounts) -> Splits:
+        return Splits(Data(counts.train, "a"), Data(5, "a"), None)
+
+    distributed = DistributedConfig(distributed_backend="gloo")
+    config = PretrainConfig(training=TrainingConfig(train_iters=2, global_batch_size=6, micro_batch_size=2))
+    with initialize(LaunchEnvironment(), distributed) as group:
+        ranks = dataclasses.replace(find_tensor_parallel_ranks(group, distributed), num_replicas=3)
+        with pytest.raises(UserError, match="the valid data holds 5 samples, but an evaluation takes 6 at least"):
+            RunData(config, group, ranks, SavedProgress(), build)
 
 
 def test_the_order_survives_a_checkpoint() -> None:
