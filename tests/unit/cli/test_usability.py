@@ -71,7 +71,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         (GPT.config_class, "--input", "here it is --data-path or --train-data-path"),
         (GPT.config_class, "--output", "here it is --save"),
         (GPT.config_class, "--batch-size", "here it is --micro-batch-size"),
-        (GPT.config_class, "--max_steps", "here it is --train-iters"),
+        (GPT.config_class, "--Max_Steps", "here it is --train-iters"),
         (GPT.config_class, "--learning-rate", "here it is --lr"),
         (GPT.config_class, "--bf16", "here it is --precision bf16"),
         (GPT.config_class, "--finetune", "here it is --pretrained-checkpoint"),
@@ -101,6 +101,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
         (PreprocessConfig, "--save", "here it is --output-prefix"),
         (PreprocessConfig, "--tokenizer", "here it is --tokenizer-type or --tokenizer-model"),
         (ConvertConfig, "--out", "here it is --output"),
+        (ConvertConfig, "--vocab-size", "did you mean '--vocab-file'?"),  # which training leaves out
         (GlueConfig, "--lr", "here it is --learning-rates"),
         (GlueConfig, "--task", "here it is --tasks"),
     ],
@@ -112,7 +113,7 @@ def test_the_name_that_others_have_for_a_flag_hints_at_ours(config_class: type, 
 
 
 def test_all_unknown_flags_of_a_script_are_named_at_once() -> None:
-    script = "--num-layers 24 --attention-backend auto --lr 1e-4 --fp16 --rampup-batch-size 16 -1 --quux=1 --quux 2"
+    script = "--num-layers 24 --attention-backend auto --lr 1e-4 --fp16 --rampup-batch-size 16 -1 -.5 --quux=1 --quux 2"
     with pytest.raises(UserError) as caught:
         of(GPT.config_class, *script.split())
     assert str(caught.value) == (
