@@ -9,6 +9,7 @@ import pytest
 
 from megatron01.cli import main
 from megatron01.config.commands import DoctorConfig
+from megatron01.doctor.command import _folder_problems
 from megatron01.doctor.diagnosis import (
     UNLIMITED,
     Examination,
@@ -58,6 +59,7 @@ def cluster(**changes: Any) -> list[Examination]:
 
 def test_a_healthy_cluster_has_no_problem() -> None:
     assert diagnose(cluster(), DoctorConfig()).problems == []
+    assert diagnose(cluster(open_files=UNLIMITED), DoctorConfig(expected_gpus=1)).problems == []
 
 
 @pytest.mark.parametrize(
@@ -131,6 +133,9 @@ def test_one_machine_may_talk_over_its_loopback() -> None:
     assert diagnose(local, DoctorConfig()).problems == []
     renamed = [dataclasses.replace(one, node=f"vn{one.rank}") for one in local]  # node names that a launcher made up
     assert diagnose(renamed, DoctorConfig()).problems == []
+    without = [dataclasses.replace(one, gloo=None, gloo_variable="ib9") for one in local]
+    (problem,), blocking = diagnose(without, DoctorConfig())
+    assert problem.startswith("node0 has no interface ib9") and blocking
 
 
 def test_clocks_and_links() -> None:
@@ -155,15 +160,15 @@ def test_tables() -> None:
         "node0  0-1    2 x NVIDIA H100 80 GiB bf16  64     eth0 10.0.0.1 10 Gbit/s  ib0 100 Gbit/s, mlx5_0" in lines[4]
     )
     assert "node1  2-3    none                         64     nothing" in lines[5]
-    report = NetworkReport(
-        2e-4, [Rate("all-reduce (nccl)", "6 processes", 10**6, 0.1, 120.0)], [(0, 2, 5.0)], 10**6, [(2, -0.5, 0.1)]
-    )
+    rates = [Rate("all-reduce (nccl)", "6 processes", 10**6, 0.1, rate) for rate in (120.0, 2500.0)]
+    report = NetworkReport(2e-4, rates, [(0, 2, 5.0)], 10**6, [(2, -0.5, 0.1), (4, 0.2, 0.1)])
     shown = "\n".join(describe_network(report, [one.node for one in cluster()]))
     for expected in (
         "latency of all-reduce (nccl)",
         "0.2 ms",
         "1.0 MB",
         "120 Mbit/s",
+        "2.5 Gbit/s",
         "slowest from node0 to node1",
         "-500.0 ms (node1",
     ):
@@ -222,6 +227,17 @@ def test_one_process_needs_no_port(
         with pytest.raises(SystemExit) as ended:
             main(["doctor", "--shared-folder", str(tmp_path)])
     assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_a_folder_that_a_run_could_not_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for name, words in (("file", "file is a file"), ("none", "none is not there; make it")):
+        (problem,) = _folder_problems(tmp_path / name)
+        assert words in problem
+    assert _folder_problems(tmp_path) == []
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    (problem,) = _folder_problems(tmp_path)
+    assert "cannot be written by this user" in problem
 
 
 def test_a_folder_that_cannot_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
