@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron01.parallel.process_groups import lost_replica
+from megatron01.parallel.process_groups import format_places, lost_replica
 
 PLACE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] "
 CALLBACK = "Got the following error when running the callback: RuntimeError: "
@@ -31,3 +31,9 @@ def test_a_lost_peer_is_told_in_one_line(text: str, told: str) -> None:
 
 def test_other_errors_are_none_of_its_business() -> None:
     assert lost_replica(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")) is None
+
+
+def test_of_many_lost_ranks_eight_are_named() -> None:
+    hosts = [f"node{rank}" for rank in range(10)]
+    assert format_places([1, 3], hosts) == "rank 1 on node1, rank 3 on node3"
+    assert format_places(range(10), hosts).endswith("rank 6 on node6, rank 7 on node7 and 2 more")
