@@ -173,6 +173,13 @@ def test_a_vocabulary_for_a_tokenizer_of_another_class(bert_folder, tmp_path, fi
     assert read_hf_folder(folder).tokenizer is None
 
 
+def test_the_fast_class_of_a_tokenizer_is_the_same(bert_folder, tmp_path):
+    folder = copy(bert_folder, tmp_path / "hf")
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": "BertTokenizerFast"}))
+    assert read_hf_folder(folder).tokenizer.tokenizer_type == "BertWordPieceLowerCase"
+
+
 def test_settings_of_a_tokenizer_that_no_file_follows(bert_folder, tmp_path):
     shutil.copytree(bert_folder, tmp_path / "hf")
     path = tmp_path / "hf" / "tokenizer_config.json"
@@ -238,6 +245,22 @@ def test_the_padding_token_is_that_of_the_vocabulary(bert_checkpoint, corpus, tm
     files = TokenizerFiles(tokenizer_type="BertWordPieceLowerCase", vocab_file=str(tmp_path / "vocab.txt"))
     export(dataclasses.replace(read_checkpoint(str(bert_checkpoint)), tokenizer=files), tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == len(others)
+
+
+def test_a_vocabulary_of_both_cases(bert_checkpoint, corpus, tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text((corpus / "vocab.txt").read_text() + "The\nth\u00e9\n")
+    original = read_checkpoint(str(bert_checkpoint))
+    files = TokenizerFiles(tokenizer_type="BertWordPieceCase", vocab_file=str(path))
+    export(dataclasses.replace(original, tokenizer=files, vocab_size=files.built.vocab_size), tmp_path / "hf")
+    ids = build_tokenizer(files).encode("The fox the th\u00e9")
+    assert files.built.unknown not in ids and len(set(ids)) >= 4
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs("The fox the th\u00e9", add_special_tokens=False).input_ids == ids
+    config = tmp_path / "hf" / "tokenizer_config.json"
+    for accents in (None, False):
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"strip_accents": accents}))
+        assert read_hf_folder(tmp_path / "hf").tokenizer.tokenizer_type == "BertWordPieceCase"
 
 
 def test_all_files_of_a_folder_can_be_read_by_the_same_users(gpt_checkpoint, tmp_path):
@@ -400,6 +423,7 @@ def test_a_tokenizer_json_goes_with_the_model(gpt_folder, tmp_path):
     text = "the quick brown fox"
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer(text).input_ids == build_tokenizer(files).encode(text)
+    assert tokenizer.eos_token_id == 256  # by the file beside it
     (theirs / "tokenizer_config.json").unlink()
     export(model, tmp_path / "without_config")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "without_config")

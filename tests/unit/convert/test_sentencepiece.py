@@ -26,7 +26,7 @@ LINE = (
 WORDS = LINE.split()
 SENTENCES = [" ".join(WORDS[i * j % len(WORDS)] for j in range(1, 12)) for i in range(1, 60)]
 MASKING = ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]
-SYMBOLS = ["<sep>", "fox", "fox jumps", "(("]
+SYMBOLS = ["<sep>", "fox", "fox jumps", "((", "((("]
 MODELS: dict[str, dict[str, Any]] = {
     "unigram": {"model_type": "unigram"},
     "bpe": {"model_type": "bpe"},
@@ -51,7 +51,7 @@ TEXTS = [
     "the\ttrees\nhome  \n  fox",
     "\u3000The QUICK \u2581 brown",
     "\U0001f600\U0001f600 e\u0301tienne \u200b\u65e5\u672c",
-    "the fox  jumps<sep>over ((the)) fox jumps <sep> ",
+    "the fox  jumps<sep>over ((the)) (((fox jumps <sep> ",
     *SENTENCES[:5],
 ]
 
@@ -142,6 +142,13 @@ def test_other_kinds_are_left_to_the_sentencepiece_library(options: dict[str, An
     assert note is not None and "no tokenizer.json for AutoTokenizer" in note and "takes unigram and BPE" in note
     files = find_tokenizer(tmp_path / "hf", model_type="gpt2", num_ids=ours.vocab_size)
     assert files is not None and files.built.fingerprint == ours.fingerprint
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"])
+def test_a_model_file_is_found_by_the_names_that_others_give_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).touch()
+    expected = TokenizerFiles(tokenizer_type="SentencePieceTokenizer", tokenizer_model=str(tmp_path / name))
+    assert find_tokenizer(tmp_path, model_type="gpt2", num_ids=120) == expected
 
 
 def test_without_protobuf_an_export_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
