@@ -152,6 +152,20 @@ def test_vocabulary_files_of_one_name_are_both_copied(gpt_checkpoint, corpus, tm
     assert read_checkpoint(str(tmp_path / "weights")).built_tokenizer().fingerprint == files.built.fingerprint
 
 
+def test_special_tokens_that_stand_beside_a_tokenizer_json_are_copied(gpt_checkpoint, tmp_path):
+    original, theirs = read_checkpoint(str(gpt_checkpoint)), tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "tokenizer.json").write_text(original.built_tokenizer().definition)
+    (theirs / "tokenizer_config.json").write_text('{"eos_token": "!"}')
+    files = TokenizerFiles(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(theirs))
+    (end,) = original.built_tokenizer().encode("!")
+    (tmp_path / "weights").mkdir()
+    model = dataclasses.replace(original, tokenizer=files)
+    write_checkpoint(model, tmp_path / "weights", final=tmp_path / "weights")
+    shutil.rmtree(theirs)
+    assert read_checkpoint(str(tmp_path / "weights")).built_tokenizer().eod == end
+
+
 def test_somebodys_own_model_is_refused_in_one_sentence(gpt_checkpoint, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(gpt_checkpoint, copy)
