@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from megatron01.checkpoint.manifest import read_metadata
 from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice, _by_stem, read_headers
 from megatron01.checkpoint.save import tensors_of_rank
 from megatron01.checkpoint.storage import StoredTensor
+from megatron01.errors import UserError
 from tests.unit.checkpoint import saved
 
 
@@ -54,3 +56,22 @@ def test_a_part_of_what_was_saved_is_read_from_its_place(tmp_path, group):
     piece = StateSlice("x", "weight", 400, torch.zeros(3))
     SavedState(checkpoint, metadata, layout, [{"x.weight": header["x"]}]).read(piece, [0])
     assert piece.tensor.tolist() == [407, 408, 409]
+
+
+@pytest.mark.parametrize(
+    ("key", "like", "copies", "message"),
+    [
+        ("x", torch.zeros(3), 1, None),
+        ("m", torch.zeros(0), 1, None),  # a rank that owns nothing of it
+        ("m", torch.zeros(3), 1, "holds no tensor m.weight; give the settings it was trained with"),
+        ("x", torch.zeros(3), 2, "have 3 elements of x.weight, expected 6; use another checkpoint"),
+        ("x", torch.zeros(3, dtype=torch.int64), 1, "x.weight .*int64"),
+    ],
+)
+def test_what_is_to_be_read_is_checked_before(key, like, copies, message, tmp_path, group):
+    checkpoint = saved.save(tmp_path, 7, group)
+    metadata = read_metadata(checkpoint)
+    (header,) = read_headers(checkpoint, metadata)
+    state = SavedState(checkpoint, metadata, ShardLayout(metadata.parameters, {}), [{"x.weight": header["x"]}])
+    with nullcontext() if message is None else pytest.raises(UserError, match=message):
+        state.require(StateSlice(key, "weight", 400, like), copies)
