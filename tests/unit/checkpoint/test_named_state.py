@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from megatron01.checkpoint.manifest import read_metadata
-from megatron01.checkpoint.reshard import SavedState, ShardLayout, StateSlice, _by_stem, read_headers
+from megatron01.checkpoint.reshard import (
+    SHARES,
+    SavedState,
+    ShardLayout,
+    StateSlice,
+    _by_stem,
+    read_headers,
+    read_shares,
+)
 from megatron01.checkpoint.save import tensors_of_rank
 from megatron01.checkpoint.storage import StoredTensor
 from megatron01.errors import UserError
@@ -30,6 +38,13 @@ def test_names_tell_the_ranges():
 def test_ranges_of_another_length_are_refused_before_memory_is_taken(name):
     with pytest.raises(ValueError, match="of 2 elements"):
         _by_stem({name: stored(2)})
+
+
+@pytest.mark.parametrize("share", [0.5, True, -1, 2**31, "1", None])
+def test_shares_of_errors_are_whole_numbers(share):
+    assert read_shares({SHARES: {"worker_error": 2}}) == {"worker_error": 2}
+    with pytest.raises((ValueError, TypeError)):
+        read_shares({SHARES: {"worker_error": share}})
 
 
 def test_ranks_have_the_same_share_of_the_rest_whether_or_not_the_momentum_is_shared_out():
