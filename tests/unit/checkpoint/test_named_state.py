@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -90,3 +91,10 @@ def test_what_is_to_be_read_is_checked_before(key, like, copies, message, tmp_pa
     state = SavedState(checkpoint, metadata, ShardLayout(metadata.parameters, {}), [{"x.weight": header["x"]}])
     with nullcontext() if message is None else pytest.raises(UserError, match=message):
         state.require(StateSlice(key, "weight", 400, like), copies)
+
+
+def test_more_shards_than_processes_are_damage(tmp_path, group):
+    checkpoint = saved.save(tmp_path, 7, group)
+    metadata = dataclasses.replace(read_metadata(checkpoint), optimizer_shards=2)
+    with pytest.raises(UserError, match=r"slices of optimizer state .*more shards than processes"):
+        SavedState(checkpoint, metadata, ShardLayout(metadata.parameters, {}), read_headers(checkpoint, metadata))
