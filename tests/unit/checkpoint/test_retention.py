@@ -13,6 +13,7 @@ from megatron01.checkpoint import manifest, save
 from megatron01.checkpoint.load import roll_back
 from megatron01.checkpoint.manifest import iteration_folder, iterations, left_overs, remove
 from megatron01.config import CheckpointConfig
+from megatron01.errors import UserError
 from tests.unit.checkpoint import saved
 
 
@@ -75,6 +76,23 @@ def test_a_run_keeps_what_its_settings_say(tmp_path, group):
             now = dataclasses.replace(state, metadata=dataclasses.replace(state.metadata, iteration=iteration))
             writer.save(iteration, lambda now=now: now)
     assert iterations(tmp_path) == [40, 20]
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_folder_that_another_job_has_taken_over_is_not_written_to(times, tmp_path, group):
+    """Neither when a save begins nor when it would become the newest; nothing half-written stays."""
+    metadata, folder, asked = manifest.read_metadata(saved.save(tmp_path / "own", 5, group)), tmp_path / "taken", []
+
+    def require_owner(path):
+        asked.append(path)
+        if len(asked) > times:
+            raise UserError(f"another job writes to {path}")
+
+    with pytest.raises(save.CheckpointNotSaved, match=r"another job writes to .*taken"):
+        save.save_checkpoint(
+            folder, metadata, tensors={}, replica_values={}, config_yaml="", group=group, require_owner=require_owner
+        )
+    assert folder.exists() == (times > 0) and (times == 0 or not list(folder.iterdir()))
 
 
 def test_an_interrupted_deletion_leaves_no_half_checkpoint(tmp_path, monkeypatch):

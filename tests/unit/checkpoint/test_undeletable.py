@@ -21,7 +21,7 @@ from megatron01.checkpoint.manifest import (
 )
 from megatron01.checkpoint.save import CheckpointNotSaved
 from megatron01.errors import EXIT_FAULT, FaultError, UserError
-from megatron01.parallel import failing_together
+from megatron01.parallel import LostReplica, failing_together
 from tests.unit.checkpoint.saved import save
 
 
@@ -86,6 +86,17 @@ def test_a_disk_that_fails_ends_a_run_with_the_status_that_a_launcher_repeats(tm
     with pytest.raises(UserError) as failed, failing_together(group, "x"):
         read_metadata(tmp_path)
     assert failed.value.exit_status == 2 and FaultError("x").exit_status == EXIT_FAULT
+
+
+def test_a_replica_that_is_lost_during_a_save_is_no_failed_save(tmp_path, group, monkeypatch):
+    """After which training would go on with a warning."""
+
+    def lost(*_):
+        raise LostReplica("lost another replica")
+
+    monkeypatch.setattr(checkpoint_save, "write_tensors", lost)
+    with pytest.raises(LostReplica, match="lost another replica"):
+        save(tmp_path, 5, group)
 
 
 def test_a_tracker_file_that_cannot_be_replaced_is_named(tmp_path, group):
