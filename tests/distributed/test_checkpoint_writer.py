@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,6 +246,18 @@ def end_with_an_error(rank, world_size, folder):
 
 def test_a_save_under_way_is_waited_for_when_all_end_with_an_error(tmp_path):
     assert run_ranks(end_with_an_error, 2, str(tmp_path)) == [[f"saved {tmp_path}/iter_0000010"]] * 2
+
+
+@pytest.mark.parametrize("scope", ["job", "rank", "node", "elsewhere"])
+def test_a_rank_waits_for_the_others_only_where_all_end(scope, tmp_path):
+    """A wait is collective: the others may be in another collective."""
+    asked = []
+    group = SimpleNamespace(world_size=2, any=lambda flag: bool(asked.append(flag)))
+    ending = CheckpointWriter(CheckpointConfig(), "", group, print)
+    ending._folder = tmp_path
+    with pytest.raises(UserError, match="diverged"), ending:
+        raise UserError("diverged", scope=scope)
+    assert len(asked) == (scope == "job")
 
 
 ENDING_EARLY = """
