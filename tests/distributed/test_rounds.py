@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,39 @@ def measured(rank: int, size: int) -> float:
 def test_all_processes_measure_the_same_rate() -> None:
     rates = run_ranks(measured, 3)
     assert len(set(rates)) == 1 and rates[0] > 0
+
+
+def test_the_rate_is_that_of_a_quick_message_over_the_slowest_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first message that takes long enough; another rank takes twice as long as this one."""
+    now, seconds, sizes = [0.0], iter([9.0, 1e-3, 9.0, 9.0, 9.0, 0.03, 0.02, 0.05, 0.04, 0.06]), []
+
+    def send(row: torch.Tensor, **_: Any) -> None:
+        sizes.append(row.nbytes)
+        now[0] += next(seconds)
+
+    def slowest(own: torch.Tensor, op: Any, group: Any) -> None:
+        assert op == dist.ReduceOp.MAX
+        own.mul_(2.0)
+
+    work = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(slow_links, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    for name, function in {"send": send, "irecv": lambda *_, **__: work, "all_reduce": slowest}.items():
+        monkeypatch.setattr(dist, name, function)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    assert slow_links._measured_rate(None) == pytest.approx((1 << 17) / 0.04)
+    assert sizes == [1 << 15] * 5 + [1 << 17] * 5
+
+
+def test_a_row_that_cannot_be_sent_is_an_error_of_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(dist, "isend", refuse)
+    batch = slow_links._Batch(None, [], [torch.zeros(1)], [1], 0)
+    batch.send_all()
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        batch.wait()
 
 
 def lost_peer(rank: int, size: int) -> tuple[list[str | None], float]:
