@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron01 import Adam, LRSchedule, ZeroOneAdam
 from megatron01.errors import UserError
@@ -155,6 +156,8 @@ def test_a_trainer_takes_a_class_that_compresses(kind: Any, tmp_path: Path) -> N
         ({"compressed_arguments": {"schedule": 0.1}}, "compressed_arguments has schedule, which TrainingArguments"),
         ({"compressed_arguments": ["block_size"]}, r"compressed_arguments is \['block_size'\]; expected a dict"),
         ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer_cls_and_kwargs gives the Trainer a SGD"),
+        ({"optimizers": (torch.optim.SGD([torch.zeros(1)], 0.1), None)}, "optimizers gives the Trainer a SGD"),
+        ({"optimizers": (None, object())}, "optimizers gives the Trainer a scheduler"),
     ],
 )
 def test_arguments_of_a_trainer_that_would_change_nothing_are_refused(given: Any, words: str, tmp_path: Path) -> None:
@@ -562,6 +565,36 @@ def test_an_optimizer_of_another_package_beside_it_is_refused_in_fp16() -> None:
     """Each replica's loss scale is its own, so the mean of the other optimizer's scaled gradients would be wrong."""
     for told in run_ranks(beside_another_in_fp16, 2):
         assert len(told) == 3 and all(text.startswith("AdamW would get the mean") for text in told)
+
+
+def local_gradient(rank: int, size: int) -> float:
+    """The gradient of a replica whose model accelerate has wrapped."""
+    from accelerate import Accelerator
+
+    from megatron01.integrations.accelerate import prepare
+
+    layer = torch.nn.Linear(1, 1, bias=False)
+    wrapped, _ = prepare(Accelerator(cpu=True), layer, ZeroOneAdam(layer.parameters(), 0.1))
+    assert isinstance(wrapped, DistributedDataParallel)
+    wrapped(torch.full((1,), 1.0 + rank)).sum().backward()
+    assert layer.weight.grad is not None
+    return layer.weight.grad.item()
+
+
+def test_gradients_of_a_wrapped_model_stay_local() -> None:
+    assert run_ranks(local_gradient, 2) == [1.0, 2.0]
+
+
+def test_lightning_has_no_replicated_weights_once_training_has_ended() -> None:
+    """The model may then hold those of a checkpoint, and is saved with them."""
+    from megatron01.integrations.lightning import CompressedDDP
+
+    strategy, optimizer = CompressedDDP(), ZeroOneAdam(torch.nn.Linear(2, 2).parameters(), 0.1)
+    strategy.optimizers = [optimizer]
+    for fn, finished, expected in (("fit", False, optimizer), ("fit", True, None), ("validate", False, None)):
+        state = SimpleNamespace(fn=fn, finished=finished)
+        strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(state=state))
+        assert strategy._training is expected
 
 
 @pytest.mark.slow
