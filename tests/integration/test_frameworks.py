@@ -533,6 +533,21 @@ def test_a_second_optimizer_whose_state_would_replace_the_first_ones_is_refused(
         strategy.setup(SimpleNamespace())
 
 
+def test_accelerate_gets_one_optimizer_and_clips_none_of_its_gradients() -> None:
+    from accelerate import Accelerator
+
+    from megatron01.integrations.accelerate import prepare
+
+    accelerator, pair = Accelerator(cpu=True), two_optimizers()
+    for given in ([], pair):
+        with pytest.raises(UserError, match=rf"prepare got {len(given)} optimizers of megatron01; expected one"):
+            prepare(accelerator, *given)
+    prepare(accelerator, pair[0])
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(UserError, match="give the optimizer max_grad_norm instead"):
+            clip([torch.zeros(1)], 1.0)
+
+
 def beside_another_in_fp16(rank: int, size: int) -> list[str]:
     from accelerate import Accelerator
     from lightning.pytorch.strategies import DDPStrategy
