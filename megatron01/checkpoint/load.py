@@ -99,8 +99,8 @@ def choose_start(config: CheckpointConfig, group: ReplicaGroup) -> tuple[tuple[P
     iteration, damages = _newest_intact(folder, candidates, group)
     if iteration is None:
         raise UserError(
-            f"{folder} holds no intact checkpoint ({len(candidates)} tried; {damages[-1]}); remove the folder to start "
-            "anew, or load another one",
+            f"{folder} holds no intact checkpoint ({len(candidates)} tried; {damages[-1]}); load another one,"
+            " or give another --save to start anew",
             scope="job",
         )
     return (folder, iteration), notes + damages

@@ -233,6 +233,8 @@ def _iteration(path: Path) -> Path:
 def _distributed_state(folder: Path) -> dict[str, Any]:
     """A torch_dist checkpoint as the state of one rank, which holds the parts of all, without optimizer."""
     expected = "expected a finished checkpoint that Megatron-LM wrote with --ckpt-format torch_dist or torch"
+    if not (folder / "metadata.json").is_file():  # written last
+        raise UserError(f"{folder} has no metadata.json, so its save was not finished; {expected}")
     kind = read_json_object(folder / "metadata.json", expected=expected).get("sharded_backend")
     if kind != "torch_dist":
         raise UserError(f"{folder} is in the format {kind!r}; {expected}")

@@ -63,6 +63,7 @@ def test_none_is_intact(folder, group):
     with pytest.raises(UserError, match="no intact checkpoint \\(3 tried") as caught:
         choose_start(config(folder), group)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("; load another one, or give another --save to start anew")
 
 
 def test_stops_where_one_is_named(folder, group):

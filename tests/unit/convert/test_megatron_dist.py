@@ -274,7 +274,7 @@ def test_a_file_that_is_cut_off_is_refused(gpt, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("metadata.json", None, r"metadata\.json cannot be read"),  # a save that was not finished
+        ("metadata.json", None, r"has no metadata\.json, so its save was not finished; expected a finished"),
         ("metadata.json", b'{"sharded_backend": "fsdp_dtensor"}', "is in the format 'fsdp_dtensor'"),
         (".metadata", b"\x80", r"\.metadata is damaged or was not written by torch\.distributed\.checkpoint"),
         (".metadata", pickle.dumps([1]), r"\.metadata is damaged"),
