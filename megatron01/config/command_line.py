@@ -197,7 +197,7 @@ def _describe_unknown(
 
 _SAME_THING = (
     "input data data-path train-data-path text text-file prompt prompt-file file files corpus dataset dataset-dir"
-    " train-file data-dir source in",
+    " train-file data-dir glue-dir source in",
     "output output-prefix output-dir output-file out out-dir save save-dir save-path dest destination",
     "load pretrained-checkpoint model model-path model-name-or-path checkpoint checkpoint-dir checkpoint-path ckpt"
     " resume restore pretrained run run-dir",
