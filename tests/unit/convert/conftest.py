@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron01.convert.native import read_checkpoint
+from megatron01.convert.portable import PortableModel
 from tests.integration.tiny import bert_config, gpt_config, make_corpus
 from tests.unit.convert.trained import save_trained
 
@@ -44,3 +46,15 @@ def pre_norm_checkpoint(corpus: Path, tmp_path_factory: pytest.TempPathFactory) 
     folder = tmp_path_factory.mktemp("pre_norm")
     save_trained(bert_config(corpus, norm_placement="pre", optimizer="adam"), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def gpt(gpt_checkpoint: Path) -> PortableModel:
+    """The GPT-2."""
+    return read_checkpoint(str(gpt_checkpoint))
+
+
+@pytest.fixture(scope="session")
+def bert(pre_norm_checkpoint: Path) -> PortableModel:
+    """The pre-norm BERT."""
+    return read_checkpoint(str(pre_norm_checkpoint))

@@ -16,7 +16,6 @@ import torch
 
 from megatron01.convert.formats import read_model
 from megatron01.convert.megatron import _tokenizer_files, is_megatron, read_megatron
-from megatron01.convert.native import read_checkpoint
 from megatron01.data.tokenizers import TokenizerFiles
 from megatron01.errors import UserError
 
@@ -168,16 +167,6 @@ def assert_same(found, expected) -> None:
     assert found.weights.keys() == expected.weights.keys()
     for name, tensor in expected.weights.items():
         assert torch.equal(found.weights[name], tensor), name
-
-
-@pytest.fixture(scope="module")
-def gpt(gpt_checkpoint):
-    return read_checkpoint(str(gpt_checkpoint))
-
-
-@pytest.fixture(scope="module")
-def bert(pre_norm_checkpoint):
-    return read_checkpoint(str(pre_norm_checkpoint))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

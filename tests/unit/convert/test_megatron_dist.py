@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 
 from megatron01.checkpoint.manifest import read_metadata
 from megatron01.convert.formats import read_model
-from megatron01.convert.native import read_checkpoint
 from megatron01.convert.torch_files import DistributedFiles
 from megatron01.errors import UserError
 from tests.unit.convert.test_megatron import CORE_FUSED_NORMS, arguments, assert_same, core_tree, shard_of
@@ -115,16 +114,6 @@ def name_is_divided(name: str, dim: int) -> bool:
     rows = ("word_embeddings.weight", "linear_qkv.weight", "linear_qkv.bias", "linear_fc1.weight", "linear_fc1.bias")
     columns = ("linear_proj.weight", "linear_fc2.weight")
     return name.endswith(columns if dim == 1 else (*rows, "output_layer.bias"))
-
-
-@pytest.fixture(scope="module")
-def gpt(gpt_checkpoint):
-    return read_checkpoint(str(gpt_checkpoint))
-
-
-@pytest.fixture(scope="module")
-def bert(pre_norm_checkpoint):
-    return read_checkpoint(str(pre_norm_checkpoint))
 
 
 @pytest.mark.parametrize("newer", [False, True])
