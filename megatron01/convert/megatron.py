@@ -174,13 +174,13 @@ def read_megatron(path: Path, tokenizer: TokenizerFiles | None = None) -> Portab
         path: a folder of checkpoints, one of them, or a single rank's file.
         tokenizer: used in place of the files that the checkpoint's ``args`` name.
     """
-    folder = path if path.is_file() else _iteration(path)
-    if (folder / ".metadata").is_file():
-        states, source = [_distributed_state(folder)], str(folder)
+    place = _iteration(path)
+    if (place / ".metadata").is_file():
+        states, source = [_distributed_state(place)], str(place)
     else:
-        paths = _rank_files(folder)
+        paths = _rank_files(place)
         states = [load_tensors(file, stand_ins=_STAND_INS) for file in paths]
-        source = str(folder if len(paths) > 1 else paths[0])
+        source = str(place if len(paths) > 1 else paths[0])
         for file, state in zip(paths, states, strict=True):
             if not isinstance(state, Mapping) or not isinstance(state.get("model"), Mapping):
                 raise UserError(
@@ -262,12 +262,12 @@ def _distributed_state(folder: Path) -> dict[str, Any]:
     return {**common, "model": model}
 
 
-def _rank_files(folder: Path) -> list[Path]:
-    """The files of all tensor-parallel ranks, in order."""
-    if folder.is_file():
-        return [folder]
+def _rank_files(place: Path) -> list[Path]:
+    """The files of all tensor-parallel ranks, in order: those in a folder, or a single one."""
+    if place.is_file():
+        return [place]
     ranks = {}
-    for entry in folder.glob("mp_rank_*"):
+    for entry in place.glob("mp_rank_*"):
         match = _RANK.fullmatch(entry.name)
         file = next((entry / name for name in _FILES if (entry / name).is_file()), None)
         if match is None or file is None:
@@ -276,11 +276,11 @@ def _rank_files(folder: Path) -> list[Path]:
             )
         if int(match[2] or 0) > 0:
             raise UserError(
-                f"{folder} is divided into pipeline stages ({entry.name}); merge them with Megatron-LM's tools first"
+                f"{place} is divided into pipeline stages ({entry.name}); merge them with Megatron-LM's tools first"
             )
         ranks[int(match[1])] = file
     if sorted(ranks) != list(range(len(ranks))) or not ranks:
-        raise UserError(f"{folder} has the ranks {sorted(ranks)}; expected mp_rank_00 and all that follow it")
+        raise UserError(f"{place} has the ranks {sorted(ranks)}; expected mp_rank_00 and all that follow it")
     return [ranks[rank] for rank in sorted(ranks)]
 
 

@@ -83,6 +83,16 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, config: PreprocessConfig, num_chu
             preprocess(config)
 
 
+def interrupt_in(
+    monkeypatch: pytest.MonkeyPatch, config: PreprocessConfig, method: str, function: Callable[..., None]
+) -> None:
+    """Run with ``function``, which raises Interrupted at some call, in place of a method of the builder."""
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexedDatasetBuilder, method, function)
+        with pytest.raises(Interrupted):
+            preprocess(config)
+
+
 def killed_run(config: PreprocessConfig, deadly_call: int, output: Path) -> None:
     """Run until the n-th operation on a file, and end the process there without any cleanup."""
     corpus.CHUNK_BYTES = corpus.BLOCK_BYTES = 4 * CHUNK_BYTES
@@ -382,10 +392,7 @@ def test_a_chunk_that_was_written_to_one_output_alone_is_written_again(
             raise Interrupted
         add_documents(*arguments)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(IndexedDatasetBuilder, "add_documents", add)
-        with pytest.raises(Interrupted):
-            preprocess(config)
+    interrupt_in(monkeypatch, config, "add_documents", add)
     preprocess(config)
     assert files(tmp_path / "out") == expected
 
@@ -414,10 +421,7 @@ def test_an_older_pair_with_the_same_counts_is_replaced(
     def stop(builder: IndexedDatasetBuilder) -> None:
         raise Interrupted
 
-    with monkeypatch.context() as patch:
-        patch.setattr(IndexedDatasetBuilder, "finalize", stop)
-        with pytest.raises(Interrupted):
-            preprocess(config)
+    interrupt_in(monkeypatch, config, "finalize", stop)
     preprocess(config)
     assert files(tmp_path / "out") == expected
 
